@@ -1,0 +1,38 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/rolter-ai/caddy-rolter/integration/converse"
+)
+
+func TestTable(t *testing.T) {
+	r := report{Runs: []run{
+		{"round_robin", converse.Summary{
+			Requests: 200, Errors: 2, PromptTokens: 1000, CachedTokens: 411, CachedReported: true,
+			FirstToken: converse.Times{Mean: 0.4125, P50: 0.3, P95: 1.2}, ByReplica: map[string]int{"vllm-1": 100, "vllm-2": 98},
+			ErrorTexts: map[string]int{"status 503": 2},
+		}},
+		{"cache_aware", converse.Summary{Requests: 200, PromptTokens: 1000, ByReplica: map[string]int{"vllm-2": 200}}},
+	}}
+	var b strings.Builder
+	r.writeTable(&b)
+	r.writeRemarks(&b)
+	want := `
+                                 round_robin  cache_aware
+requests                                 200          200
+failed                                     2            0
+prompt tokens                           1000         1000
+cached share of prompt tokens         41.1 %      unknown
+time to first token, mean            0.412 s      0.000 s
+time to first token, p95             1.200 s      0.000 s
+requests to vllm-1                       100            0
+requests to vllm-2                        98          200
+round_robin: failed 2 times: status 503
+cache_aware: the replicas do not report cached tokens (vLLM does with --enable-prompt-tokens-details).
+`
+	if got := "\n" + b.String(); got != want {
+		t.Errorf("got\n%s", got)
+	}
+}

@@ -1,0 +1,360 @@
+package rolter
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/rolter-ai/caddy-rolter/egress"
+	"github.com/rolter-ai/caddy-rolter/selection"
+	"github.com/rolter-ai/caddy-rolter/trie"
+)
+
+// Provider is one replica: an engine that serves an OpenAI-compatible API.
+type Provider struct {
+	// The name by which targets refer to the provider, and which is shown in the response header `x-rolter-target`.
+	Name string `json:"name,omitempty"`
+
+	// The kind of API. Default and only kind: `openai_compatible`.
+	Kind string `json:"kind,omitempty"`
+
+	// The base URL of the replica: `http` or `https`, a host, and optionally a port and a path, which is put before the path of the
+	// request. A path of `/v1`, or one that ends in it, is not put before a request path that begins with `/v1/` a second time.
+	// Global placeholders such as `{env.VLLM_URL}` are replaced when the configuration is loaded.
+	APIBase string `json:"api_base,omitempty"`
+
+	// If set, requests to this provider carry `Authorization: Bearer <api_key>` instead of the client's own. Global placeholders such as
+	// `{env.KEY}` are replaced when the configuration is loaded.
+	APIKey string `json:"api_key,omitempty"`
+
+	// The KV event stream of the replica, for `precise_cache_aware`.
+	KVEvents *KVEvents `json:"kv_events,omitempty"`
+
+	// The LMCache controller of the replica, for `lmcache_aware`.
+	LMCache *LMCache `json:"lmcache,omitempty"`
+
+	dial   string // address to dial, the replica's stable identity
+	scheme string
+	path   string // prefix of the request path, without a slash at the end
+}
+
+// KVEvents is where an engine publishes what its KV cache holds.
+//
+// EXPERIMENTAL: it is checked but not used yet.
+type KVEvents struct {
+	// The `tcp://host:port` of the publisher.
+	Endpoint string `json:"endpoint,omitempty"`
+
+	// Only messages whose topic starts with this are read. Default: all.
+	Topic string `json:"topic,omitempty"`
+}
+
+// LMCache is where an LMCache controller tells how full the cache is.
+//
+// EXPERIMENTAL: it is checked but not used yet.
+type LMCache struct {
+	// The URL that is polled.
+	Endpoint string `json:"endpoint,omitempty"`
+
+	// How often it is polled. Default: `2s`.
+	Refresh caddy.Duration `json:"refresh,omitempty"`
+
+	// After how long without an answer the value is unknown. Default: `10s`. It cannot be shorter than `refresh`.
+	Stale caddy.Duration `json:"stale,omitempty"`
+}
+
+// Egress says which endpoints Rolter may contact. Link-local addresses and the metadata services of clouds are denied unless switched on here.
+type Egress struct {
+	// Deny 169.254.0.0/16 and fe80::/10. Default: `true`.
+	BlockLinkLocal *bool `json:"block_link_local,omitempty"`
+
+	// Deny the metadata services of clouds that have other addresses. Default: `true`.
+	BlockMetadata *bool `json:"block_metadata,omitempty"`
+
+	// Deny private addresses. Default: `false`: replicas live there.
+	BlockPrivate *bool `json:"block_private,omitempty"`
+
+	// Deny loopback addresses. Default: `false`.
+	BlockLoopback *bool `json:"block_loopback,omitempty"`
+
+	// Hosts that are exempt, exactly as an endpoint names them.
+	AllowHosts []string `json:"allow_hosts,omitempty"`
+}
+
+// Target is a provider that serves a route.
+type Target struct {
+	// The name of the provider.
+	Provider string `json:"provider,omitempty"`
+
+	// The name that the provider knows the model by. It replaces the `model` of the request. Default: the name is left as it is.
+	Model string `json:"model,omitempty"`
+
+	// How much of the traffic the target can take compared to the others, above 0. Default: `1`.
+	Weight *float64 `json:"weight,omitempty"`
+
+	provider *Provider
+	member   *member
+	weight   float64
+}
+
+// Tuning holds the parameters of the strategies.
+type Tuning struct {
+	// The share of a prompt, from 0 to 1, that a replica must hold to be preferred. Default: `0.5`.
+	Threshold *float64 `json:"threshold,omitempty"`
+
+	// A replica that holds the prompt is passed over when it has more requests in flight than the least loaded one plus this margin, and
+	// more than that load times `overload_ratio`. Default: `2`.
+	OverloadMargin *int `json:"overload_margin,omitempty"`
+
+	// See `overload_margin`; at least 1. Default: `1.5`.
+	OverloadRatio *float64 `json:"overload_ratio,omitempty"`
+
+	// The most tree nodes that the record of prompts may have for each replica. Default: `1000000`.
+	MaxNodes int `json:"max_nodes,omitempty"`
+
+	// The most memory, in bytes, that the record of prompts may take for all replicas. Default: 256 MiB.
+	MaxBytes int64 `json:"max_bytes,omitempty"`
+}
+
+func (t *Tuning) validate() error {
+	if v := t.Threshold; v != nil && !(*v >= 0 && *v <= 1) {
+		return fmt.Errorf("threshold %v: must be from 0 to 1", *v)
+	}
+	if v := t.OverloadMargin; v != nil && *v < 0 {
+		return fmt.Errorf("overload_margin %d: must not be negative", *v)
+	}
+	if v := t.OverloadRatio; v != nil && !(*v >= 1) {
+		return fmt.Errorf("overload_ratio %v: must be at least 1", *v)
+	}
+	if t.MaxNodes < 0 {
+		return fmt.Errorf("max_nodes %d: must not be negative", t.MaxNodes)
+	}
+	if t.MaxBytes < 0 {
+		return fmt.Errorf("max_bytes %d: must not be negative", t.MaxBytes)
+	}
+	return nil
+}
+
+func (t *Tuning) limits() trie.Limits { return trie.Limits{MaxNodes: t.MaxNodes, MaxBytes: t.MaxBytes} }
+
+// Names of Rolter's strategies.
+const (
+	strategyCacheAware        = "cache_aware"
+	strategyLeastLoad         = "least_load"
+	strategyPipeline          = "pipeline"
+	strategyPreciseCacheAware = "precise_cache_aware"
+	strategyLMCacheAware      = "lmcache_aware"
+	strategyLeastPrefill      = "least_prefill"
+)
+
+// strategies builds Rolter's strategies by name; those that are promised and not there yet are nil.
+var strategies = map[string]func(*Tuning, *selection.Prefixes) selection.Strategy{
+	strategyCacheAware: func(t *Tuning, prefixes *selection.Prefixes) selection.Strategy {
+		return &selection.CacheAware{
+			Loads:          loads,
+			Prefixes:       prefixes,
+			Threshold:      or(t.Threshold, selection.DefaultThreshold),
+			OverloadMargin: or(t.OverloadMargin, selection.DefaultOverloadMargin),
+			OverloadRatio:  or(t.OverloadRatio, selection.DefaultOverloadRatio),
+		}
+	},
+	strategyLeastLoad: func(*Tuning, *selection.Prefixes) selection.Strategy {
+		return selection.LeastLoad{Loads: loads}
+	},
+	strategyPipeline:          nil,
+	strategyPreciseCacheAware: nil,
+	strategyLMCacheAware:      nil,
+	strategyLeastPrefill:      nil,
+}
+
+// newStrategy builds one of Rolter's own strategies; known is false when the name is not one of them.
+func newStrategy(name string, tuning *Tuning, prefixes *selection.Prefixes) (strategy selection.Strategy, known bool, err error) {
+	build, known := strategies[name]
+	switch {
+	case !known:
+		return nil, false, nil
+	case build == nil:
+		return nil, true, fmt.Errorf("strategy %q: not available in this version", name)
+	}
+	return build(tuning, prefixes), true, nil
+}
+
+// policyNamespace is where Caddy's selection policies are registered.
+const policyNamespace = "http.reverse_proxy.selection_policies"
+
+// strategyNames lists all strategies that are available: Rolter's, then Caddy's policies.
+func strategyNames() []string {
+	var own, caddys []string
+	for _, name := range slices.Sorted(maps.Keys(strategies)) {
+		if strategies[name] != nil {
+			own = append(own, name)
+		}
+	}
+	for _, module := range caddy.GetModules(policyNamespace) {
+		if name := module.ID.Name(); name != "rolter" {
+			caddys = append(caddys, name)
+		}
+	}
+	return append(own, caddys...)
+}
+
+// or is *p, or the default where nothing is set.
+func or[T any](p *T, byDefault T) T {
+	if p != nil {
+		return *p
+	}
+	return byDefault
+}
+
+func (e *Egress) policy() egress.Policy {
+	p := egress.Default()
+	if e == nil {
+		return p
+	}
+	p.BlockLinkLocal = or(e.BlockLinkLocal, p.BlockLinkLocal)
+	p.BlockMetadata = or(e.BlockMetadata, p.BlockMetadata)
+	p.BlockPrivate = or(e.BlockPrivate, p.BlockPrivate)
+	p.BlockLoopback = or(e.BlockLoopback, p.BlockLoopback)
+	p.AllowHosts = e.AllowHosts
+	return p
+}
+
+// provision checks the provider and works out where it is. Errors name the key and the value.
+func (p *Provider) provision(policy egress.Policy) error {
+	if p.Kind != "" && p.Kind != "openai_compatible" {
+		return fmt.Errorf("kind %q: the only kind is \"openai_compatible\"", p.Kind)
+	}
+	repl := caddy.NewReplacer()
+	p.APIKey = repl.ReplaceKnown(p.APIKey, "")
+	if strings.ContainsAny(p.APIKey, "\r\n\x00") {
+		return errors.New("api_key: must not contain line breaks")
+	}
+	if err := p.parseBase(repl.ReplaceKnown(p.APIBase, "")); err != nil {
+		return fmt.Errorf("api_base %q: %w", redactedURL(p.APIBase), err)
+	}
+	if err := checkEndpoint(policy, "api_base", p.APIBase, p.dial); err != nil {
+		return err
+	}
+	if p.KVEvents != nil {
+		endpoint := p.KVEvents.Endpoint
+		address, ok := strings.CutPrefix(endpoint, "tcp://")
+		if !ok {
+			return fmt.Errorf("kv_events.endpoint %q: must be tcp://host:port", endpoint)
+		}
+		if host, port, err := net.SplitHostPort(address); err != nil || host == "" || !validPort(port) {
+			return fmt.Errorf("kv_events.endpoint %q: must be tcp://host:port", endpoint)
+		}
+		if err := checkEndpoint(policy, "kv_events.endpoint", endpoint, address); err != nil {
+			return err
+		}
+	}
+	if l := p.LMCache; l != nil {
+		u, err := url.Parse(l.Endpoint)
+		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
+			return fmt.Errorf("lmcache.endpoint %q: must be an http or https URL", redactedURL(l.Endpoint))
+		}
+		if err := checkEndpoint(policy, "lmcache.endpoint", redactedURL(l.Endpoint), u.Host); err != nil {
+			return err
+		}
+		if l.Refresh < 0 || l.Stale < 0 {
+			return fmt.Errorf("lmcache.refresh %v, lmcache.stale %v: must not be negative", time.Duration(l.Refresh), time.Duration(l.Stale))
+		}
+		refresh, stale := time.Duration(l.Refresh), time.Duration(l.Stale)
+		if refresh == 0 {
+			refresh = 2 * time.Second
+		}
+		if stale == 0 {
+			stale = 10 * time.Second
+		}
+		if stale < refresh {
+			return fmt.Errorf("lmcache.stale %v: must not be shorter than lmcache.refresh %v", stale, refresh)
+		}
+	}
+	return nil
+}
+
+// parseBase works out the parts of the base URL.
+func (p *Provider) parseBase(base string) error {
+	u, err := url.Parse(base)
+	switch {
+	case base == "":
+		return errors.New("must not be empty")
+	case err != nil:
+		return errors.New("not a URL")
+	case u.Scheme != "http" && u.Scheme != "https":
+		return errors.New("must begin with http:// or https://")
+	case u.Hostname() == "":
+		return errors.New("has no host")
+	case u.User != nil:
+		return errors.New("must not carry credentials (use api_key)")
+	case u.RawQuery != "" || u.Fragment != "":
+		return errors.New("must not have a query or a fragment")
+	}
+	port := u.Port()
+	if port == "" {
+		port = "80"
+		if u.Scheme == "https" {
+			port = "443"
+		}
+	}
+	if !validPort(port) {
+		return errors.New("has an invalid port")
+	}
+	p.scheme = u.Scheme
+	p.dial = net.JoinHostPort(strings.ToLower(u.Hostname()), port)
+	if _, err := caddy.ParseNetworkAddress(p.dial); err != nil {
+		return err
+	}
+	p.path = strings.TrimRight(u.Path, "/")
+	return nil
+}
+
+// pathFor is the path at the provider for the path of a request.
+func (p *Provider) pathFor(path string) string {
+	prefix := p.path
+	if strings.HasSuffix(prefix, "/v1") && (path == "/v1" || strings.HasPrefix(path, "/v1/")) {
+		prefix = strings.TrimSuffix(prefix, "/v1")
+	}
+	return prefix + path
+}
+
+// checkEndpoint applies the egress policy to host:port.
+func checkEndpoint(policy egress.Policy, key, value, address string) error {
+	host := address
+	if h, _, err := net.SplitHostPort(address); err == nil {
+		host = h
+	}
+	if err := policy.CheckHost(host); err != nil {
+		return fmt.Errorf("%s %q: %w (allow it with egress allow_hosts)", key, value, err)
+	}
+	return nil
+}
+
+func validPort(s string) bool {
+	port, err := strconv.ParseUint(s, 10, 16)
+	return err == nil && port > 0
+}
+
+// redactedURL is a URL as it was written, for messages, without the credentials that it may hold, well-formed or not.
+func redactedURL(s string) string {
+	start := 0
+	if i := strings.Index(s, "//"); i >= 0 {
+		start = i + 2
+	}
+	end := len(s)
+	if i := strings.IndexAny(s[start:], "/?#"); i >= 0 {
+		end = start + i
+	}
+	if at := strings.LastIndex(s[start:end], "@"); at >= 0 {
+		return s[:start] + "xxxxx" + s[start+at:]
+	}
+	return s
+}

@@ -1,0 +1,124 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"time"
+)
+
+// streamSize is the size that is 8 KiB with a streamed answer.
+const streamSize = "stream"
+
+// workload is one kind of request, and what was measured with it.
+type workload struct {
+	size    string
+	prompts *prompts
+	warmUp  int       // requests of a turn before it counts: they open the connections
+	turn    int       // requests of a turn that count
+	series  []*series // by door
+}
+
+// series is what was measured for one variant.
+type series struct {
+	variant string
+	cpu     []time.Duration // a request, by round
+	outcome
+}
+
+func newWorkload(size string, requests int, doors []*door) *workload {
+	w := &workload{size: size}
+	if size == streamSize {
+		w.prompts, w.warmUp, w.turn = newPrompts(8<<10, true), connections, connections*max(1, requests/500)
+	} else {
+		kib, _ := strconv.ParseFloat(size, 64) // the command line was checked
+		w.prompts, w.warmUp, w.turn = newPrompts(int(kib*1024), false), 4*connections, requests
+	}
+	for _, d := range doors {
+		w.series = append(w.series, &series{variant: d.name})
+	}
+	return w
+}
+
+// measureCPU lets the variants take turns at every workload.
+func (l *lab) measureCPU(ctx context.Context, workloads []*workload, rounds int) error {
+	for round := range rounds + 1 {
+		for _, i := range rand.Perm(len(workloads)) {
+			w := workloads[i]
+			for _, j := range rand.Perm(len(l.doors)) {
+				s := w.series[j]
+				if round == 0 { // the first one fills pools and caches
+					s = new(series)
+				}
+				if err := w.takeTurn(ctx, l.doors[j], s); err != nil {
+					return fmt.Errorf("%s: %w", l.doors[j].name, err)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// takeTurn sends requests through a door and measures what its Caddy needs for them. Requests that fail are no error of the turn; they are counted.
+func (w *workload) takeTurn(ctx context.Context, d *door, s *series) error {
+	c := newClients(d, w.prompts)
+	defer c.close()
+	warmUp := c.send(ctx, w.warmUp)
+	before, err := d.cpu(ctx)
+	if err != nil {
+		return err
+	}
+	o := c.send(ctx, w.turn)
+	after, err := d.cpu(ctx)
+	if err != nil {
+		return err
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	s.cpu = append(s.cpu, (after-before)/time.Duration(o.requests))
+	s.outcome.add(o)
+	s.outcome.add(outcome{errors: warmUp.errors, err: warmUp.err})
+	return nil
+}
+
+// cpu is the CPU time that the door's Caddy has used.
+func (d *door) cpu(ctx context.Context) (used time.Duration, err error) {
+	if d.admin == "" {
+		return 0, nil
+	}
+	return used, d.read(ctx, "/bench/cpu", &used)
+}
+
+// profile writes a CPU profile of one variant for each workload.
+func (l *lab) profile(ctx context.Context, workloads []*workload, name string) error {
+	for _, d := range l.doors {
+		if d.name != name {
+			continue
+		}
+		for _, w := range workloads {
+			sending, stop := context.WithCancel(ctx)
+			stopped := make(chan struct{})
+			go func() {
+				defer close(stopped)
+				c := newClients(d, w.prompts)
+				defer c.close()
+				for sending.Err() == nil {
+					c.send(ctx, w.turn)
+				}
+			}()
+			profile, err := d.get(ctx, "/debug/pprof/profile?seconds=10")
+			stop()
+			<-stopped
+			if err != nil {
+				return err
+			}
+			if err := os.WriteFile(name+"-"+w.size+".pprof", profile, 0o644); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

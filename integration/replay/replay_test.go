@@ -1,0 +1,486 @@
+package replay
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+)
+
+// replay runs the command.
+func replay(t *testing.T, stdin string, args ...string) (stdout, stderr string, err error) {
+	t.Helper()
+	flags := pflag.NewFlagSet("replay", pflag.ContinueOnError)
+	opts := RegisterFlags(flags)
+	if err := flags.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	var out, errOut bytes.Buffer
+	err = Run(t.Context(), *opts, flags.Args(), strings.NewReader(stdin), &out, &errOut)
+	return out.String(), errOut.String(), err
+}
+
+// results runs the command with --json.
+func results(t *testing.T, stdin string, args ...string) []Result {
+	t.Helper()
+	out, _, err := replay(t, stdin, append(args, "--json")...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var report Report
+	if err := json.Unmarshal([]byte(out), &report); err != nil {
+		t.Fatalf("%v in %s", err, out)
+	}
+	return report.Runs
+}
+
+// publicTrace is the path of Mooncake's conversation trace, which lies beside the repository where there is one.
+func publicTrace(t *testing.T) string {
+	t.Helper()
+	shared := filepath.Join("..", "..", "..", "shared")
+	path := filepath.Join(shared, "traces", "conversation.jsonl.gz")
+	if _, err := os.Stat(path); err != nil {
+		if _, err := os.Stat(shared); err == nil && os.Getenv("CI") != "" {
+			t.Fatalf("%s is missing", path)
+		}
+		t.Skipf("no public trace: %v", err)
+	}
+	return path
+}
+
+func TestPublicTraceInfiniteCache(t *testing.T) {
+	t.Parallel()
+	r := results(t, "", publicTrace(t), "--replicas", "1", "--cache-blocks", "0", "--strategy", "cache_aware")[0]
+	const cached, prompt = 54_098_411, 144_793_823
+	if r.Requests != 12_031 || r.CachedTokens != cached || r.CeilingTokens != cached || r.PromptTokens != prompt {
+		t.Errorf("%d requests, %d cached, ceiling %d of %d prompt tokens, want 12031 requests, %d of %d",
+			r.Requests, r.CachedTokens, r.CeilingTokens, r.PromptTokens, cached, prompt)
+	}
+}
+
+// The model of a replica has to agree with figures that were computed elsewhere for the public trace, 8 replicas, 7,000 tokens/s and 30 ms.
+func TestPublicTraceReferencePoints(t *testing.T) {
+	t.Parallel()
+	type span struct{ least, most float64 }
+	for _, tt := range []struct {
+		blocks, strategy string
+		mean, cached     span
+	}{
+		{"4000", "round_robin", span{4.35, 4.45}, span{0.0995, 0.1005}},
+		{"600", "round_robin", span{4.95, 5.05}, span{0, 0.1}},
+		{"4000", "cache_aware", span{0, 3.2}, span{0.28, 0.3737}},
+	} {
+		t.Run(tt.strategy+" "+tt.blocks, func(t *testing.T) {
+			r := results(t, "", publicTrace(t), "--cache-blocks", tt.blocks, "--strategy", tt.strategy)[0]
+			cached := float64(r.CachedTokens) / float64(r.PromptTokens)
+			t.Logf("mean %.3f s, cached %.2f %%", r.TTFT.Mean, 100*cached)
+			if r.TTFT.Mean < tt.mean.least || r.TTFT.Mean > tt.mean.most {
+				t.Errorf("mean %v s, want %v", r.TTFT.Mean, tt.mean)
+			}
+			if cached < tt.cached.least || cached > tt.cached.most {
+				t.Errorf("cached %v, want %v", cached, tt.cached)
+			}
+		})
+	}
+}
+
+// Small traces, one block a second to prefill and one second a token to decode.
+func TestModel(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name     string
+		strategy string
+		args     []string
+		requests []request
+		ttft     []float64 // seconds
+		cached   []int     // tokens
+		replica  []int     // all on replica 0 when nil
+	}{
+		{
+			name:     "first come first served, and the cache is looked up when prefill starts",
+			strategy: "round_robin",
+			requests: []request{
+				{0, 1024, 1, []uint64{1, 2}},
+				{1000, 1024, 1, []uint64{1, 3}},     // waits 1 s; finds block 1, which was not there when it came
+				{3000, 1152, 1, []uint64{1, 2, 4}},  // a quarter of a block is new
+				{10000, 1152, 1, []uint64{1, 2, 4}}, // wholly cached, the partial block too
+			},
+			ttft:   []float64{2, 2, 0.25, 0},
+			cached: []int{0, 512, 1024, 1152},
+		},
+		{
+			name:     "of requests that come together, the one that is first in the trace",
+			strategy: "round_robin",
+			requests: []request{
+				{5000, 512, 1, []uint64{2}},
+				{0, 512, 1, []uint64{1}},
+				{5000, 1024, 1, []uint64{3, 4}},
+			},
+			ttft:   []float64{1, 1, 3},
+			cached: []int{0, 0, 0},
+		},
+		{
+			name:     "the least recently used block is evicted, the last of a prompt before the others",
+			strategy: "round_robin",
+			args:     []string{"--cache-blocks", "3"},
+			requests: []request{
+				{0, 1024, 1, []uint64{1, 2}},
+				{10000, 1024, 1, []uint64{3, 4}}, // evicts 2
+				{20000, 1024, 1, []uint64{1, 2}}, // evicts 4
+				{30000, 1024, 1, []uint64{3, 4}},
+			},
+			ttft:   []float64{2, 2, 1, 1},
+			cached: []int{0, 0, 512, 512},
+		},
+		{
+			name:     "twice the rate",
+			strategy: "round_robin",
+			args:     []string{"--rate-scale", "2"},
+			requests: []request{
+				{0, 1536, 1, []uint64{1, 2, 3}},
+				{4000, 512, 1, []uint64{4}}, // comes after 2 s and waits for 1
+			},
+			ttft:   []float64{3, 2},
+			cached: []int{0, 0},
+		},
+		{
+			name:     "a request is in flight until the last token of its answer",
+			strategy: "least_load",
+			args:     []string{"--replicas", "2"},
+			requests: []request{
+				{0, 512, 1, []uint64{1}},
+				{0, 512, 3, []uint64{2}},     // in flight until 3 s, first token at 1 s
+				{1500, 512, 1, []uint64{3}},  // until 2.5 s
+				{2600, 512, 20, []uint64{4}}, // the second replica still decodes
+				{3500, 512, 1, []uint64{5}},  // no more
+			},
+			ttft:    []float64{1, 1, 1, 1, 1},
+			cached:  []int{0, 0, 0, 0, 0},
+			replica: []int{0, 1, 0, 0, 1},
+		},
+		{
+			name:     "a warm replica is found by the text of the prompt",
+			strategy: "cache_aware",
+			args:     []string{"--replicas", "2"},
+			requests: []request{
+				{0, 1024, 1, []uint64{1, 2}},
+				{10000, 1024, 1, []uint64{3, 4}},
+				{20000, 1536, 1, []uint64{1, 2, 5}},
+				{30000, 1536, 1, []uint64{1, 2, 6}},
+				{40000, 1536, 1, []uint64{3, 4, 7}},
+			},
+			ttft:    []float64{2, 2, 1, 1, 1},
+			cached:  []int{0, 0, 1024, 1024, 1024},
+			replica: []int{0, 1, 0, 0, 1},
+		},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
+			flags := pflag.NewFlagSet("replay", pflag.ContinueOnError)
+			opts := RegisterFlags(flags)
+			args := []string{"--prefill-rate", "512", "--decode-ms", "1000", "--replicas", "1", "--cache-blocks", "0"}
+			if err := flags.Parse(append(args, tt.args...)); err != nil {
+				t.Fatal(err)
+			}
+			trace, err := readTrace(t.Context(), strings.NewReader(lines(t, tt.requests)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			attempts, err := simulate(t.Context(), trace, tt.strategy, *opts)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, a := range attempts {
+				wantReplica := 0
+				if tt.replica != nil {
+					wantReplica = tt.replica[i]
+				}
+				ttft := (a.job.FirstToken - a.job.Submitted).Seconds()
+				if ttft != tt.ttft[i] || a.job.CachedTokens != tt.cached[i] || a.replica != wantReplica {
+					t.Errorf("request %d: first token after %v s, %d tokens cached, on replica %d, want %v s, %d, %d",
+						i+1, ttft, a.job.CachedTokens, a.replica, tt.ttft[i], tt.cached[i], wantReplica)
+				}
+			}
+		})
+	}
+}
+
+// lines renders requests as a trace.
+func lines(t *testing.T, requests []request) string {
+	t.Helper()
+	var b strings.Builder
+	out := json.NewEncoder(&b)
+	for _, r := range requests {
+		if err := out.Encode(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return b.String()
+}
+
+// Three requests on one replica: two blocks, then the same and half a block, then the first two again.
+const smallTrace = `{"timestamp": 0, "input_length": 1024, "output_length": 3, "hash_ids": [7, 8]}
+
+{"timestamp": 10000, "input_length": 1280, "output_length": 3, "hash_ids": [7, 8, 9], "type": "a field of somebody else"}
+{"timestamp": 20000, "input_length": 1024, "output_length": 3, "hash_ids": [7, 8]}
+`
+
+var smallArgs = []string{"--replicas", "1", "--strategy", "cache_aware", "--prefill-rate", "512"}
+
+func TestJSON(t *testing.T) {
+	t.Parallel()
+	out, _, err := replay(t, smallTrace, append(smallArgs, "--json", "-")...)
+	const want = `{"runs":[{"strategy":"cache_aware","requests":3,"prompt_tokens":3328,"cached_tokens":2048,"ceiling_tokens":2048,` +
+		`"ttft_s":{"mean":0.8333333333333334,"p50":0.5,"p90":2,"p99":2},` +
+		`"by_replica":[{"requests":3,"prompt_tokens":3328,"cached_tokens":2048}]}]}`
+	var compact bytes.Buffer
+	if jsonErr := json.Compact(&compact, []byte(out)); err != nil || jsonErr != nil || compact.String() != want {
+		t.Errorf("got %s, %v, %v\nwant %s", compact.String(), err, jsonErr, want)
+	}
+}
+
+func TestTable(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name  string
+		trace string
+		args  []string
+		want  string
+	}{
+		{"bounded", smallTrace, smallArgs, `3 requests in 20 s, 3328 prompt tokens; 1 replicas with caches of 4000 blocks of 512 tokens, prefill 512 tokens/s, decode 30 ms/token
+
+strategy     cached  of ceiling  TTFT mean  p50     p90     p99     requests by replica
+cache_aware  61.5 %  100.0 %     0.83 s     0.50 s  2.00 s  2.00 s  3 to 3, most 1.00 × mean
+`},
+		{"unbounded, spread, nothing repeats", `{"timestamp":500,"input_length":700,"output_length":0,"hash_ids":[0,1]}`,
+			[]string{"--cache-blocks", "0", "--strategy", "round_robin,least_load", "--replicas", "2", "--rate-scale", "0.5"},
+			`1 requests in 1 s, 700 prompt tokens; 2 replicas with unbounded caches, prefill 7000 tokens/s, decode 30 ms/token
+
+strategy     cached  of ceiling  TTFT mean  p50     p90     p99     requests by replica
+round_robin  0.0 %   –           0.10 s     0.10 s  0.10 s  0.10 s  0 to 1, most 2.00 × mean
+least_load   0.0 %   –           0.10 s     0.10 s  0.10 s  0.10 s  0 to 1, most 2.00 × mean
+`},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			out, errOut, err := replay(t, tt.trace, append(tt.args, "-")...)
+			if err != nil || errOut != "" || out != tt.want {
+				t.Errorf("error %v, standard error %q, got\n%s\nwant\n%s", err, errOut, out, tt.want)
+			}
+		})
+	}
+}
+
+func TestSources(t *testing.T) {
+	t.Parallel()
+	var zipped bytes.Buffer
+	w := gzip.NewWriter(&zipped)
+	io.WriteString(w, smallTrace)
+	w.Close()
+	dir := t.TempDir()
+	for name, content := range map[string]string{"plain": smallTrace, "zipped": zipped.String(), "no newline": strings.TrimRight(smallTrace, "\n")} {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		want := results(t, smallTrace, append(smallArgs, "-")...)
+		if got := results(t, content, append(smallArgs, "-")...); !reflect.DeepEqual(got, want) {
+			t.Errorf("%s on standard input: got %+v, want %+v", name, got, want)
+		}
+		if got := results(t, "", append(smallArgs, path)...); !reflect.DeepEqual(got, want) {
+			t.Errorf("%s in a file: got %+v, want %+v", name, got, want)
+		}
+	}
+}
+
+func TestGeneratedTrace(t *testing.T) {
+	t.Parallel()
+	out, errOut, err := replay(t, "", "--json")
+	if err != nil || !strings.Contains(errOut, "--seed 1") {
+		t.Fatalf("error %v, standard error %q", err, errOut)
+	}
+	if again, _, _ := replay(t, "", "--json"); again != out {
+		t.Error("the same command gave another result")
+	}
+	if other, _, _ := replay(t, "", "--json", "--seed", "2"); other == out {
+		t.Error("another seed gave the same result")
+	}
+
+	// What is generated must be a trace that could have been read.
+	generated, err := generateTrace(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var requests []request
+	for _, r := range generated.requests {
+		requests = append(requests, *r)
+	}
+	read, err := readTrace(t.Context(), strings.NewReader(lines(t, requests)))
+	if err != nil || !reflect.DeepEqual(read, generated) {
+		t.Errorf("the generated trace reads as another one, or not: %v", err)
+	}
+	perSecond := float64(len(requests)) / genSeconds
+	mean := float64(generated.promptTokens) / float64(len(requests))
+	ceiling := float64(generated.ceilingTokens) / float64(generated.promptTokens)
+	if perSecond < 2.5 || perSecond > 4 || mean < 10_000 || mean > 16_000 || ceiling < 0.4 || ceiling > 0.6 {
+		t.Errorf("%.2f requests a second of %.0f tokens with a ceiling of %.2f are not what is documented", perSecond, mean, ceiling)
+	}
+}
+
+func TestErrors(t *testing.T) {
+	t.Parallel()
+	const good = `{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1,2]}` + "\n"
+	for _, tt := range []struct {
+		name  string
+		trace string
+		args  []string
+		want  string // in the error
+	}{
+		{"empty", "", nil, "standard input: no requests"},
+		{"blank lines", "\n \n", nil, "no requests"},
+		{"not JSON", good + "\nhello\n", nil, "line 3: invalid character"},
+		{"cut off", good + good[:20], nil, "line 2: unexpected end of JSON input"},
+		{"two values", strings.TrimSpace(good) + good, nil, "line 1: invalid character"},
+		{"text for a number", `{"timestamp":"x"}`, nil, "line 1: json: cannot unmarshal"},
+		{"timestamp below 0", `{"timestamp":-1,"input_length":1,"output_length":1,"hash_ids":[1]}`, nil, "line 1: timestamp -1: must be"},
+		{"timestamp of ages", `{"timestamp":1e300,"input_length":1,"output_length":1,"hash_ids":[1]}`, nil, "timestamp 1e+300: must be"},
+		{"no input", good + `{"timestamp":0,"output_length":1,"hash_ids":[]}`, nil, "line 2: input_length 0: must be"},
+		{"negative input", `{"timestamp":0,"input_length":-5,"output_length":1,"hash_ids":[]}`, nil, "input_length -5: must be"},
+		{"too much input", `{"timestamp":0,"input_length":1048577,"output_length":1,"hash_ids":[]}`, nil, "input_length 1048577: must be"},
+		{"too large for an integer", `{"timestamp":0,"input_length":1e40,"output_length":1,"hash_ids":[]}`, nil, "line 1: json: cannot unmarshal"},
+		{"negative output", `{"timestamp":0,"input_length":1,"output_length":-1,"hash_ids":[1]}`, nil, "output_length -1: must be"},
+		{"too much output", `{"timestamp":0,"input_length":1,"output_length":1048577,"hash_ids":[1]}`, nil, "output_length 1048577: must be"},
+		{"negative id", `{"timestamp":0,"input_length":1,"output_length":1,"hash_ids":[-1]}`, nil, "line 1: json: cannot unmarshal"},
+		{"too few ids", `{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}`, nil, "hash_ids has 1 blocks: an input_length of 513 has 2 blocks"},
+		{"ids that are not chained", good + `{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[3,2]}`, nil, "line 2: hash id 2 stands for several blocks"},
+		{"an id twice", `{"timestamp":0,"input_length":1024,"output_length":1,"hash_ids":[1,1]}`, nil, "hash id 1 stands for several blocks"},
+		{"an id of two lengths", good + `{"timestamp":0,"input_length":514,"output_length":1,"hash_ids":[1,2]}`, nil, "hash id 2 stands for several blocks"},
+		{"line too long", good + strings.Repeat(" ", maxLineBytes+1), nil, "line 2: bufio.Scanner: token too long"},
+		{"bad gzip", "\x1f\x8bnonsense...", nil, "standard input: gzip: invalid header"},
+		{"gzip cut off", "\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00", nil, "line 1: unexpected EOF"},
+
+		{"unknown strategy", good, []string{"--strategy", "cache_aware,wrong"}, `--strategy "wrong": unknown; there are cache_aware, least_load, round_robin, random`},
+		{"no strategy", good, []string{"--strategy", ""}, "--strategy: none given; there are cache_aware"},
+		{"no replicas", good, []string{"--replicas", "0"}, "--replicas 0: must be from 1 to 1024"},
+		{"too many replicas", good, []string{"--replicas", "1025"}, "--replicas 1025: must be"},
+		{"negative cache", good, []string{"--cache-blocks", "-1"}, "--cache-blocks -1: must be"},
+		{"no prefill", good, []string{"--prefill-rate", "0"}, "--prefill-rate 0: must be"},
+		{"prefill rate that is no number", good, []string{"--prefill-rate", "NaN"}, "--prefill-rate NaN: must be"},
+		{"endless prefill rate", good, []string{"--prefill-rate", "Inf"}, "--prefill-rate +Inf: must be"},
+		{"negative decode time", good, []string{"--decode-ms", "-30"}, "--decode-ms -30: must be"},
+		{"no rate", good, []string{"--rate-scale", "0"}, "--rate-scale 0: must be"},
+		{"two traces", good, []string{"another"}, "one trace at most, not 2"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			out, _, err := replay(t, tt.trace, append(tt.args, "-")...)
+			if err == nil || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("got %v, want %q in it", err, tt.want)
+			}
+			if out != "" {
+				t.Errorf("printed %q", out)
+			}
+		})
+	}
+
+	if _, _, err := replay(t, "", filepath.Join(t.TempDir(), "missing")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a missing file: %v", err)
+	}
+	if err := Run(t.Context(), defaults(), nil, nil, brokenWriter{}, io.Discard); !errors.Is(err, io.ErrClosedPipe) {
+		t.Errorf("output that cannot be written: %v", err)
+	}
+}
+
+func defaults() Options { return *RegisterFlags(pflag.NewFlagSet("replay", pflag.ContinueOnError)) }
+
+type brokenWriter struct{}
+
+func (brokenWriter) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }
+
+func TestInterrupted(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for name, args := range map[string][]string{"while reading": {"-"}, "while replaying": nil} {
+		var out bytes.Buffer
+		err := Run(ctx, defaults(), args, strings.NewReader(smallTrace), &out, io.Discard)
+		if !errors.Is(err, context.Canceled) || out.Len() > 0 {
+			t.Errorf("%s: error %v, output %q", name, err, out.String())
+		}
+	}
+}
+
+func TestPercentilesAgainstCounting(t *testing.T) {
+	t.Parallel()
+	rng := rand.New(rand.NewPCG(1, 2))
+	for n := 1; n <= 250; n++ {
+		times := make([]float64, n)
+		for i := range times {
+			times[i] = float64(rng.IntN(100)) // with ties
+		}
+		// The smallest time for which the number of times that do not exceed it is at least p % of all.
+		naive := func(p int) float64 {
+			best := -1.0
+			for _, candidate := range times {
+				within := 0
+				for _, t := range times {
+					if t <= candidate {
+						within++
+					}
+				}
+				if 100*within >= p*n && (best < 0 || candidate < best) {
+					best = candidate
+				}
+			}
+			return best
+		}
+		sum := 0.0
+		for _, t := range times {
+			sum += t
+		}
+		want := TTFT{Mean: sum / float64(n), P50: naive(50), P90: naive(90), P99: naive(99)}
+		if got := summarize(times); got != want { // the sums of whole numbers are exact
+			t.Fatalf("%d times: got %+v, want %+v", n, got, want)
+		}
+	}
+}
+
+func TestText(t *testing.T) {
+	t.Parallel()
+	text := func(tokens int, ids ...uint64) string {
+		return string((&request{InputLength: tokens, HashIDs: ids}).appendText([]byte("before ")))
+	}
+	whole := text(1300, 1, 2, 3)
+	if want := len("before ") + 1300*bytesPerToken; len(whole) != want {
+		t.Errorf("%d bytes, want %d", len(whole), want)
+	}
+	if !strings.HasPrefix(whole, text(1024, 1, 2)) || !strings.HasPrefix(whole, text(1023, 1, 2)) {
+		t.Error("prompts with the same first blocks do not begin alike")
+	}
+	if whole != text(1300, 1, 2, 3) {
+		t.Error("the same prompt has two texts")
+	}
+	// No two blocks may begin alike by more than chance gives: 16 letters, and 10,000 squared pairs.
+	begin := make(map[string]uint64)
+	for id := range uint64(10_000) {
+		first := text(8, id)
+		if other, ok := begin[first]; ok {
+			t.Fatalf("blocks %d and %d have the same first 32 bytes", id, other)
+		}
+		begin[first] = id
+	}
+	for _, letter := range strings.TrimPrefix(whole, "before ") {
+		if letter < 'a' || letter > 'p' {
+			t.Fatalf("%q in the text", letter)
+		}
+	}
+}

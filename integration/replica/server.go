@@ -1,0 +1,334 @@
+package replica
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Server is a simulated replica behind HTTP. It is an [http.Handler] too, for use behind another listener; the faults
+// Refuse and the closing of idle connections need its own.
+type Server struct {
+	cfg    Config
+	names  []string
+	routes map[string]map[string]http.HandlerFunc // path, method
+	http   *http.Server
+	born   time.Time
+
+	mu       sync.Mutex
+	engine   *Engine
+	wake     *time.Timer // fires at the engine's next event
+	calls    map[*call]struct{}
+	handlers int // HTTP requests being handled
+	changed  *sync.Cond
+	draining bool
+	metrics  metrics
+	requests []Request
+
+	faultMu  sync.Mutex
+	fault    Fault
+	lift     *time.Timer
+	addr     net.Addr     // set by the first listen
+	listener net.Listener // nil while connections are refused
+
+	closeOnce sync.Once
+	closed    chan struct{}
+}
+
+// Request is a request as it was received.
+type Request struct {
+	Time   time.Time
+	Method string
+	Path   string // with the query
+	Header http.Header
+	Body   []byte
+}
+
+// Stats are the counters of a replica.
+type Stats struct {
+	Requests int // HTTP requests to generate, also those that were rejected or met a fault
+	Rejected int // HTTP requests, by MaxQueued
+
+	// Sequences, of which a request may have several.
+	Running, Waiting, Finished, Aborted int
+
+	PromptTokens    int // of sequences that have been prefilled
+	CachedTokens    int // part of PromptTokens
+	GeneratedTokens int // of sequences that have ended
+
+	ResidentBlocks int // in the cache
+	UsedBlocks     int // needed by running sequences
+}
+
+// New returns a server that does not listen yet. A configuration that cannot be meant is reported by Start and Serve.
+func New(cfg Config) *Server {
+	cfg = cfg.withDefaults()
+	s := &Server{
+		cfg:    cfg,
+		names:  cfg.models(),
+		born:   time.Now(),
+		calls:  make(map[*call]struct{}),
+		closed: make(chan struct{}),
+	}
+	s.changed = sync.NewCond(&s.mu)
+	s.engine = NewEngine(cfg.Timing, NewCache(cfg.CacheBlocks), func(residentBlocks, promptTokens int) int {
+		return CachedTokens(cfg.BlockSize, residentBlocks, promptTokens)
+	})
+	s.wake = time.AfterFunc(time.Hour, s.tick)
+	s.wake.Stop()
+	s.metrics = newMetrics()
+	s.routes = s.newRoutes()
+	_ = s.SetFault(cfg.Fault) // a nonsensical one is reported by Start
+	s.http = &http.Server{
+		Handler:           s,
+		IdleTimeout:       cfg.KeepAlive,
+		ReadHeaderTimeout: time.Minute,
+		ErrorLog:          log.New(io.Discard, "", 0),
+	}
+	return s
+}
+
+// Start listens on addr, such as "127.0.0.1:0", and serves until Close or Shutdown.
+func (s *Server) Start(addr string) error {
+	if err := s.cfg.Validate(); err != nil {
+		return err
+	}
+	l, err := net.Listen("tcp", addr)
+	if err != nil {
+		return err
+	}
+	return s.start(l)
+}
+
+// Serve serves on l until Close or Shutdown, and then returns [http.ErrServerClosed].
+func (s *Server) Serve(l net.Listener) error {
+	if err := s.cfg.Validate(); err != nil {
+		return err
+	}
+	if err := s.start(l); err != nil {
+		return err
+	}
+	<-s.closed
+	return http.ErrServerClosed
+}
+
+func (s *Server) start(l net.Listener) error {
+	s.faultMu.Lock()
+	defer s.faultMu.Unlock()
+	if s.addr != nil || s.isClosed() {
+		l.Close()
+		return errors.New("replica: started before")
+	}
+	s.addr = l.Addr()
+	s.listen(l)
+	return s.applyListening()
+}
+
+func (s *Server) listen(l net.Listener) {
+	s.listener = l
+	go s.http.Serve(l)
+}
+
+// applyListening opens or closes the listener as the fault wants it.
+func (s *Server) applyListening() error {
+	refuse := s.fault.Kind == Refuse
+	if s.addr == nil || s.isClosed() || refuse == (s.listener == nil) {
+		return nil
+	}
+	s.http.SetKeepAlivesEnabled(!refuse) // false closes idle connections too
+	if refuse {
+		err := s.listener.Close()
+		s.listener = nil
+		return err
+	}
+	l, err := net.Listen("tcp", s.addr.String())
+	if err != nil {
+		return err
+	}
+	s.listen(l)
+	return nil
+}
+
+// Addr returns the address that the server listens on, "" before it does.
+func (s *Server) Addr() string {
+	s.faultMu.Lock()
+	defer s.faultMu.Unlock()
+	if s.addr == nil {
+		return ""
+	}
+	return s.addr.String()
+}
+
+// URL returns the base URL, without a slash at the end.
+func (s *Server) URL() string { return "http://" + s.Addr() }
+
+// Close ends the server at once, as a killed process does: all connections are cut, nothing is answered any more.
+// It returns when no request is being handled any more.
+func (s *Server) Close() error {
+	var err error
+	s.closeOnce.Do(func() {
+		s.faultMu.Lock()
+		close(s.closed)
+		if s.lift != nil {
+			s.lift.Stop()
+		}
+		s.faultMu.Unlock()
+		if err = s.http.Close(); errors.Is(err, net.ErrClosed) { // of a listener that was closed before
+			err = nil
+		}
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.handlers > 0 {
+		s.changed.Wait()
+	}
+	s.wake.Stop()
+	return err
+}
+
+// Restart closes the server and starts another one like it, with an empty cache, on the same address.
+func (s *Server) Restart() (*Server, error) {
+	s.Close()
+	next := New(s.cfg)
+	return next, next.Start(s.Addr())
+}
+
+// Shutdown ends the server as SIGTERM ends vLLM: from now on requests to generate are answered 500 while /health is
+// still 200; running streams may go on for ShutdownTimeout and then end with finish_reason "abort"; after
+// ShutdownLinger connections are refused. When ctx is done the rest goes fast.
+func (s *Server) Shutdown(ctx context.Context) error {
+	s.mu.Lock()
+	s.draining = true
+	s.mu.Unlock()
+
+	patience, cancel := context.WithTimeout(ctx, s.cfg.ShutdownTimeout)
+	defer cancel()
+	s.waitFor(patience, func() bool { return len(s.calls) == 0 })
+	s.mu.Lock()
+	for c := range s.calls {
+		s.abort(c)
+	}
+	s.mu.Unlock()
+
+	linger, cancel := context.WithTimeout(ctx, s.cfg.ShutdownLinger)
+	defer cancel()
+	<-linger.Done()
+	// What was aborted has long been written, unless its client does not read.
+	ending, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	_ = s.http.Shutdown(ending)
+	return s.Close()
+}
+
+// waitFor waits until a condition on what mu guards holds, or ctx is done.
+func (s *Server) waitFor(ctx context.Context, condition func() bool) {
+	stop := context.AfterFunc(ctx, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.changed.Broadcast()
+	})
+	defer stop()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for !condition() && ctx.Err() == nil {
+		s.changed.Wait()
+	}
+}
+
+func (s *Server) isClosed() bool {
+	select {
+	case <-s.closed:
+		return true
+	default:
+		return false
+	}
+}
+
+// Stats returns the counters.
+func (s *Server) Stats() Stats {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.advance()
+	m := &s.metrics
+	return Stats{
+		Requests:        m.requests,
+		Running:         s.engine.Running(),
+		Waiting:         s.engine.Waiting(),
+		Finished:        m.finished["stop"] + m.finished["length"],
+		Aborted:         m.finished["abort"],
+		Rejected:        m.rejected,
+		PromptTokens:    m.promptTokens,
+		CachedTokens:    m.cachedTokens,
+		GeneratedTokens: m.generatedTokens,
+		ResidentBlocks:  s.engine.Cache().Len(),
+		UsedBlocks:      s.engine.UsedBlocks(),
+	}
+}
+
+// Requests returns the last KeepRequests requests that came with a JSON body, well formed or not, oldest first.
+func (s *Server) Requests() []Request {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.requests)
+}
+
+func (s *Server) remember(r *http.Request, body []byte) {
+	if s.cfg.KeepRequests == 0 {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.requests) == s.cfg.KeepRequests {
+		s.requests = s.requests[1:]
+	}
+	s.requests = append(s.requests, Request{
+		Time: time.Now(), Method: r.Method, Path: r.URL.RequestURI(), Header: r.Header.Clone(), Body: body,
+	})
+}
+
+// now is the time in the engine's world.
+func (s *Server) now() time.Duration { return scale(time.Since(s.born), s.cfg.TimeScale) }
+
+// wall turns a duration in the engine's world into one in ours.
+func (s *Server) wall(d time.Duration) time.Duration { return scale(d, 1/s.cfg.TimeScale) }
+
+// advance brings the engine up to date and sets the timer for its next event. The caller holds mu.
+func (s *Server) advance() time.Duration {
+	now := s.now()
+	s.engine.Advance(now)
+	s.arm(now)
+	return now
+}
+
+func (s *Server) arm(now time.Duration) {
+	if at, ok := s.engine.Next(); ok {
+		s.wake.Reset(s.wall(at - now))
+	} else {
+		s.wake.Stop()
+	}
+}
+
+func (s *Server) tick() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.isClosed() {
+		s.advance()
+	}
+}
+
+// abort ends the sequences of a call that have not finished. The caller holds mu.
+func (s *Server) abort(c *call) {
+	now := s.now()
+	for _, q := range c.sequences {
+		s.engine.Abort(now, &q.Job)
+	}
+	s.arm(now)
+}
+
+var _ http.Handler = (*Server)(nil)

@@ -1,0 +1,57 @@
+package prompt
+
+// Span is a half-open range of byte offsets into a request's body.
+type Span struct{ Start, End int }
+
+// Why tells why a body gives no prompt. The zero value means that there is one.
+type Why uint8
+
+const (
+	HasPrompt    Why = iota
+	NoPromptAPI      // the API has no prompt, whatever the body is
+	Unparsable       // the body is not JSON
+	UnknownShape     // the body is JSON but not shaped like a request of its API
+	Empty            // the prompt has no byte that counts
+)
+
+// String gives a label for metrics: snake_case, and "" for [HasPrompt].
+func (w Why) String() string {
+	switch w {
+	case HasPrompt:
+		return ""
+	case NoPromptAPI:
+		return "no_prompt_api"
+	case Unparsable:
+		return "unparsable"
+	case UnknownShape:
+		return "unknown_shape"
+	case Empty:
+		return "empty"
+	}
+	return "unknown"
+}
+
+// Body is what a request's body says. Its slices belong to the [Parser].
+type Body struct {
+	// Model is the decoded value of the top-level "model". Of several the last decides, as in Python's json, which
+	// engines use. It is "" when that is absent or not a string.
+	Model string
+	// HasModel tells that Model comes from the body.
+	HasModel bool
+	// ModelSpans are the values of every top-level "model", in order, strings with their quotes. Values that are no
+	// strings are among them: who replaces all of them knows which model the engine sees, whichever it takes.
+	// For an unparsable body these are the ones ahead of the first error.
+	ModelSpans []Span
+	// Stream tells that the last top-level "stream" is true.
+	Stream bool
+
+	// Text is the rendering of the conversation, described at the package. It is nil when Why tells that there is none.
+	Text []byte
+	// Lead and Tail are how many bytes at the start and at the end of Text count neither as matched nor as length: digests
+	// and the first turn's role, and the last turn's end mark. At least one byte counts.
+	Lead, Tail int
+	// TokenIDs are the prompt of a completion that is given as token ids; Text renders them too.
+	TokenIDs []uint32
+	// Why tells why Text is nil.
+	Why Why
+}

@@ -1,0 +1,248 @@
+package prompt
+
+import "bytes"
+
+// Parser parses request bodies. Its zero value is ready. It keeps its buffers from one body to the next, so it belongs
+// in a sync.Pool; it is not safe for concurrent use.
+type Parser struct {
+	api  API
+	body []byte
+	i    int  // offset in body of what is read next
+	bad  bool // body is not JSON
+
+	has0xFF bool     // body has a byte 0xFF somewhere
+	objects []uint64 // stack of [Parser.value], one bit for each open bracket
+
+	text    []byte // headRoom, then the rendering
+	system  section
+	turns   section
+	headSum [heads][digestLen]byte
+	headSet [heads]bool
+
+	spans []Span
+	ids   []uint32
+	out   Body
+}
+
+// section is what one top-level field renders to: the system turn, or the turns; for completions, the prompt.
+type section struct {
+	piece
+	lead int  // length of its first turn's role and role mark
+	seen bool // the body has the field
+	odd  bool // its shape is not known
+}
+
+// piece is a range of p.text. The zero value is a piece that is not there.
+type piece struct{ from, to int }
+
+func (c piece) len() int { return c.to - c.from }
+
+// maxKept is how much of each buffer, in bytes, a [Parser] keeps over a [Parser.Reset].
+const maxKept = 1 << 20
+
+// Reset lets go of the body and of large buffers. Call it before a Parser goes back to a pool. It ends the life of the
+// last [Body] as [Parser.Parse] does.
+func (p *Parser) Reset() {
+	model := p.out.Model
+	kept := Parser{objects: p.objects, text: p.text, spans: p.spans, ids: p.ids}
+	if len(model) <= 256 {
+		kept.out.Model = model
+	}
+	if cap(kept.objects) > maxKept/8 {
+		kept.objects = nil
+	}
+	if cap(kept.text) > maxKept {
+		kept.text = nil
+	}
+	if cap(kept.spans) > maxKept/16 {
+		kept.spans = nil
+	}
+	if cap(kept.ids) > maxKept/4 {
+		kept.ids = nil
+	}
+	*p = kept
+}
+
+// Parse reads the body of a request of the given API. It takes time linear in the body's length and keeps no reference
+// to the body beyond the next Parse or [Parser.Reset], until which what it returns is valid. A body that cannot be
+// understood is no error: Body.Why says so.
+func (p *Parser) Parse(api API, body []byte) *Body {
+	p.api, p.body, p.bad = api, body, false
+	p.has0xFF = bytes.IndexByte(body, mark) >= 0
+	// Most renderings are shorter than the body: one allocation will do.
+	if need := headRoom + len(body) + 64; cap(p.text) < need {
+		p.text = make([]byte, 0, need)
+	}
+	p.text = p.text[:headRoom]
+	p.system, p.turns = section{}, section{}
+	p.headSet = [heads]bool{}
+	p.ids = p.ids[:0]
+	p.out = Body{Model: p.out.Model, ModelSpans: p.spans[:0]}
+
+	p.i = literal(body, "\uFEFF") // a byte order mark
+	object := p.peek() == '{'
+	if object {
+		p.i++
+		p.fields()
+	} else {
+		p.skip()
+	}
+	if p.peek(); p.i < len(body) {
+		p.fail()
+	}
+	p.spans = p.out.ModelSpans
+	if !p.out.HasModel {
+		p.out.Model = ""
+	}
+	p.out.Why = p.finish(object)
+	return &p.out
+}
+
+// sources names the top-level fields that the conversation is read from.
+var sources = [...]struct{ turns, system string }{
+	Chat:        {turns: "messages"},
+	Messages:    {turns: "messages", system: "system"},
+	Responses:   {turns: "input", system: "instructions"},
+	Completions: {turns: "prompt"},
+	Other:       {},
+}
+
+// fields reads the members of the top-level object.
+func (p *Parser) fields() {
+	source := sources[p.api]
+	for first := true; ; first = false {
+		key, more := p.member(first)
+		if !more {
+			return
+		}
+		switch {
+		case string(key) == "model":
+			p.model()
+		case string(key) == "stream":
+			p.out.Stream = literal(p.body[p.i:], "true") > 0
+			p.skip()
+		case len(key) == 0 || source.turns == "":
+			p.skip()
+		case string(key) == source.turns && p.api == Completions:
+			p.turns = p.completion()
+		case string(key) == source.turns:
+			p.turns = p.conversation()
+		case string(key) == source.system:
+			p.system = p.systemTurn()
+		default:
+			p.otherField(key)
+		}
+	}
+}
+
+// otherField reads a field that may be a head. Of these only the salt is known to completions.
+func (p *Parser) otherField(key []byte) {
+	for h, name := range headKeys {
+		if string(key) == name && (h == headSalt || p.api != Completions) {
+			p.headDigest(h)
+			return
+		}
+	}
+	p.skip()
+}
+
+func (p *Parser) model() {
+	start, from := p.i, len(p.text)
+	isString := p.peek() == '"'
+	if isString {
+		p.str()
+	} else {
+		p.value()
+	}
+	if p.bad {
+		return
+	}
+	// The string of the last request is taken again where it is the same: most requests name few models.
+	if name := p.text[from:]; isString && string(name) != p.out.Model {
+		p.out.Model = string(name)
+	}
+	p.text = p.text[:from]
+	p.out.HasModel = isString
+	p.out.ModelSpans = append(p.out.ModelSpans, Span{start, p.i})
+}
+
+// finish puts the rendering together.
+func (p *Parser) finish(object bool) Why {
+	var opening, tail int
+	switch p.api {
+	case Chat, Messages:
+		opening, tail = tagConversation, markLen
+	case Responses:
+		opening, tail = tagResponses, markLen
+	case Completions:
+		if len(p.ids) > 0 {
+			opening = tagTokens
+		}
+	default:
+		return NoPromptAPI
+	}
+	switch {
+	case p.bad:
+		return Unparsable
+	case !object || !p.turns.seen || p.turns.odd || p.system.odd:
+		return UnknownShape
+	}
+	from := p.arrange(headRoom, p.system.piece, p.turns.piece)
+	lead := p.turns.lead
+	if p.system.len() > 0 {
+		lead = p.system.lead
+	}
+	if len(p.text)-from <= lead+tail {
+		return Empty
+	}
+	// What stands ahead of the conversation is written backwards into the room before it.
+	start := from
+	for h := heads - 1; h >= 0; h-- {
+		if p.headSet[h] {
+			start -= digestLen
+			copy(p.text[start:], p.headSum[h][:])
+			start -= markLen
+			p.text[start], p.text[start+1] = mark, byte(tagHead+h)
+		}
+	}
+	if opening != 0 {
+		start -= markLen
+		p.text[start], p.text[start+1] = mark, byte(opening)
+	}
+	p.out.Text = p.text[start:]
+	p.out.Lead = from - start + lead
+	p.out.Tail = tail
+	if len(p.ids) > 0 {
+		p.out.TokenIDs = p.ids
+	}
+	return HasPrompt
+}
+
+// arrange makes the pieces follow one another and gives where they start; they end at the end of p.text. Usually they
+// do already, from offset from on. Otherwise, as a client's key order is not the rendering's, they are copied behind
+// all the rest.
+func (p *Parser) arrange(from int, pieces ...piece) int {
+	to := from
+	for _, c := range pieces {
+		if c.len() == 0 {
+			continue
+		}
+		if c.from != to {
+			from = len(p.text)
+			for _, c := range pieces {
+				p.text = append(p.text, p.text[c.from:c.to]...)
+			}
+			return from
+		}
+		to = c.to
+	}
+	p.text = p.text[:to]
+	return from
+}
+
+// settle is arrange, with the pieces moved to offset from if they are not there.
+func (p *Parser) settle(from int, pieces ...piece) {
+	if at := p.arrange(from, pieces...); at != from {
+		p.text = append(p.text[:from], p.text[at:]...)
+	}
+}

@@ -1,0 +1,256 @@
+package prompt
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestWhy(t *testing.T) {
+	const turn = `{"role":"user","content":"a"}`
+	for _, c := range []struct {
+		api  API
+		body string
+		want Why
+	}{
+		{Chat, chat(turn), HasPrompt},
+		{Other, chat(turn), NoPromptAPI},
+		{NoAPI, `not json`, NoPromptAPI},
+
+		{Chat, ``, Unparsable},
+		{Chat, ` `, Unparsable},
+		{Chat, "\uFEFF", Unparsable},
+		{Chat, "\x00", Unparsable},
+		{Chat, `{`, Unparsable},
+		{Chat, chat(turn) + `x`, Unparsable},
+		{Chat, chat(turn) + "\x00", Unparsable},
+		{Chat, chat(turn) + `{}`, Unparsable},
+		{Chat, `{"messages":[` + turn + `}`, Unparsable},
+		{Chat, `{"messages":[` + turn + `]]`, Unparsable},
+		{Chat, `{"x":[{]},"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"messages":[` + turn + `],}`, Unparsable},
+		{Chat, `{"messages":[` + turn + `,]}`, Unparsable},
+		{Chat, `{,"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"messages":[` + turn + `] "x":1}`, Unparsable},
+		{Chat, `{"messages" [` + turn + `]}`, Unparsable},
+		{Chat, `{messages:[` + turn + `]}`, Unparsable},
+		{Chat, chat(`{"role":"user","content":"a`), Unparsable},
+		{Chat, chat(`{"role":"user","content":"\q"}`), Unparsable},
+		{Chat, chat(`{"role":"user","content":"\u12G4"}`), Unparsable},
+		{Chat, chat(`{"role":"user","content":["a",{"type":"x","y":}]}`), Unparsable},
+		{Chat, chat(turn)[:30], Unparsable},
+		{Chat, `{"x":01,"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"x":1.,"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"x":1e+,"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"x":-,"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"x":tru,"messages":[` + turn + `]}`, Unparsable},
+		{Chat, `{"x":[NaN,-Infinity,Infinity],"messages":[` + turn + `]}`, HasPrompt},
+		{Responses, `{"input":[{"type":`, Unparsable},
+		{Responses, `{"input":[{"type":"x","y":]}]}`, Unparsable},
+		{Completions, `{"prompt":[1,2,]}`, Unparsable},
+		{Completions, `{"prompt":[1,02]}`, Unparsable},
+		{Completions, `{"prompt":[1 2]}`, Unparsable},
+		{Completions, `{"prompt":[1111,2222,3333`, Unparsable},
+
+		{Chat, `[]`, UnknownShape},
+		{Chat, `"hi"`, UnknownShape},
+		{Chat, `{}`, UnknownShape},
+		{Chat, `{"prompt":"a"}`, UnknownShape},
+		{Chat, `{"messages":"a"}`, UnknownShape},
+		{Chat, `{"":7,"messages":[` + turn + `]}`, HasPrompt},
+		{Chat, `{"messages":null}`, UnknownShape},
+		{Chat, `{"messages":{"role":"user"}}`, UnknownShape},
+		{Chat, chat(`"a"`), UnknownShape},
+		{Chat, chat(turn + `,[` + turn + `]`), UnknownShape},
+		{Chat, chat(`{"content":"a"}`), UnknownShape},
+		{Chat, chat(`{"role":5,"content":"a"}`), UnknownShape},
+		{Messages, `{"system":7,"messages":[` + turn + `]}`, UnknownShape},
+		{Responses, chat(turn), UnknownShape},
+		{Responses, `{"input":7}`, UnknownShape},
+		{Responses, `{"input":[{"type":"message","content":"a"}]}`, UnknownShape},
+		{Completions, `{"prompt":null}`, UnknownShape},
+		{Completions, `{"prompt":{"a":1}}`, UnknownShape},
+		{Completions, `{"prompt":[1,"a"]}`, UnknownShape},
+		{Completions, `{"prompt":[1.5]}`, UnknownShape},
+		{Completions, `{"prompt":[-1]}`, UnknownShape},
+		{Completions, `{"prompt":[4294967296]}`, UnknownShape},
+		{Completions, `{"prompt":[true]}`, UnknownShape},
+		{Completions, `{"prompt":[[1],2,"a"]}`, HasPrompt},
+
+		{Chat, chat(``), Empty},
+		{Chat, chat(`{"role":"user","content":""}`), Empty},
+		{Chat, chat(`{"role":"user"}`), Empty},
+		{Responses, `{"input":""}`, Empty},
+		{Responses, `{"input":[]}`, Empty},
+		{Completions, `{"prompt":""}`, Empty},
+		{Completions, `{"prompt":[]}`, Empty},
+		{Completions, `{"prompt":[[]]}`, Empty},
+		{Completions, `{"prompt":["","b"]}`, Empty},
+	} {
+		b := parse(t, c.api, c.body)
+		if b.Why != c.want || (b.Text != nil) != (c.want == HasPrompt) || c.want != HasPrompt && b.TokenIDs != nil {
+			t.Errorf("%s: %q, %q, token ids %d, want %q", c.body, b.Why, b.Text, b.TokenIDs, c.want)
+		}
+	}
+}
+
+func TestWhyLabels(t *testing.T) {
+	for why, want := range map[Why]string{HasPrompt: "", NoPromptAPI: "no_prompt_api", Unparsable: "unparsable", UnknownShape: "unknown_shape", Empty: "empty", 99: "unknown"} {
+		if why.String() != want {
+			t.Errorf("%d: %q, want %q", why, why, want)
+		}
+	}
+}
+
+func TestModel(t *testing.T) {
+	for _, c := range []struct {
+		name, body, want string
+		has              bool
+		spans            []string
+	}{
+		{"plain", `{"model":"llama","x":1}`, "llama", true, []string{`"llama"`}},
+		{"white space", `{ "model" : "llama" }`, "llama", true, []string{`"llama"`}},
+		{"absent", `{"x":1}`, "", false, nil},
+		{"empty", `{"model":""}`, "", true, []string{`""`}},
+		{"escaped", `{"mod\u0065l":"ll\u0061ma"}`, "llama", true, []string{`"ll\u0061ma"`}},
+		{"the last of two", `{"model":"a","x":{"model":"z"},"model":"b"}`, "b", true, []string{`"a"`, `"b"`}},
+		{"nested only", `{"x":{"model":"z"},"y":["model"]}`, "", false, nil},
+		{"another case", `{"Model":"a"}`, "", false, nil},
+		{"null", `{"model":null}`, "", false, []string{`null`}},
+		{"number after string", `{"model":"a","model":5}`, "", false, []string{`"a"`, `5`}},
+		{"string after object", `{"model":{"model":"x"},"model":"a"}`, "a", true, []string{`{"model":"x"}`, `"a"`}},
+		{"behind a byte order mark", "\uFEFF" + `{"model":"a"}`, "a", true, []string{`"a"`}},
+		{"truncated later", `{"model":"a","messages":[`, "a", true, []string{`"a"`}},
+		{"garbage behind", `{"model":"a"}}`, "a", true, []string{`"a"`}},
+		{"itself truncated", `{"model":"a`, "", false, nil},
+		{"ahead of the error only", `{"model":"a","x":],"model":"b"}`, "a", true, []string{`"a"`}},
+		{"not an object", `["model","a"]`, "", false, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for _, api := range []API{Chat, Completions, Messages, Responses, Other, NoAPI} {
+				b := parse(t, api, c.body)
+				var spans []string
+				for _, s := range b.ModelSpans {
+					spans = append(spans, c.body[s.Start:s.End])
+				}
+				if b.Model != c.want || b.HasModel != c.has || !slices.Equal(spans, c.spans) {
+					t.Errorf("API %d: %q, %v, %q", api, b.Model, b.HasModel, spans)
+				}
+			}
+		})
+	}
+}
+
+func TestStream(t *testing.T) {
+	for body, want := range map[string]bool{
+		`{"stream":true}`: true, `{"stream" : true , "x":1}`: true, `{"stream":false}`: false, `{}`: false, `{"x":{"stream":true}}`: false,
+		`{"stream":"true"}`: false, `{"stream":1}`: false, `{"stream":true,"stream":false}`: false,
+	} {
+		if got := parse(t, Chat, body).Stream; got != want {
+			t.Errorf("%s: %v", body, got)
+		}
+	}
+}
+
+func splice(body string, spans []Span, model string) string {
+	var out []byte
+	at := 0
+	for _, s := range spans {
+		out = AppendJSONString(append(out, body[at:s.Start]...), model)
+		at = s.End
+	}
+	return string(append(out, body[at:]...))
+}
+
+func TestSplicingTheModel(t *testing.T) {
+	for _, body := range []string{
+		`{"model":"a","messages":[{"role":"user","content":"model"}],"t":0.5}`,
+		" {\"x\":{\"model\":\"a\"} , \"mod\\u0065l\" : [1,{\"model\":2}] , \"y\":null,\"model\" :\"b\\\"\" }\n",
+	} {
+		for _, model := range []string{"org/model-7b", `q"uo\te`, "line\nbreak\x01", "é😀", ""} {
+			got := splice(body, parse(t, Chat, body).ModelSpans, model)
+			var was, is map[string]any
+			if err := json.Unmarshal([]byte(body), &was); err != nil {
+				t.Fatal(err)
+			}
+			if err := json.Unmarshal([]byte(got), &is); err != nil {
+				t.Fatalf("%s: %v", got, err)
+			}
+			was["model"] = model
+			if fmt.Sprint(was) != fmt.Sprint(is) {
+				t.Errorf("%s\nbecame\n%s", body, got)
+			}
+			if b := parse(t, Chat, got); b.Model != model {
+				t.Errorf("%s: model %q", got, b.Model)
+			}
+		}
+	}
+}
+
+func TestAppendJSONString(t *testing.T) {
+	for s, want := range map[string]string{
+		"": "", "plain": "plain", `"\/`: `"\/`, "\x00\x1f\x7f": "\x00\x1f\x7f", "é你😀<&>": "é你😀<&>", "a\xffb": "a\uFFFDb",
+	} {
+		var got string
+		if err := json.Unmarshal(AppendJSONString(nil, s), &got); err != nil || got != want {
+			t.Errorf("%q: %q, %v", s, got, err)
+		}
+	}
+	if got := string(AppendJSONString([]byte("x"), "y")); got != `x"y"` {
+		t.Error(got)
+	}
+}
+
+func TestDepth(t *testing.T) {
+	const n = 150_000
+	deep := strings.Repeat("[", n) + strings.Repeat("]", n)
+	mixed := strings.Repeat(`{"a":[`, n) + strings.Repeat("]}", n)
+	const turn = `{"role":"user","content":"a"}`
+	for _, c := range []struct {
+		name, body string
+		want       Why
+	}{
+		{"in messages", chat(deep), UnknownShape},
+		{"beside messages", `{"x":` + deep + `,"messages":[` + turn + `]}`, HasPrompt},
+		{"objects", `{"x":` + mixed + `,"messages":[` + turn + `]}`, HasPrompt},
+		{"one bracket wrong far inside", `{"x":` + strings.Replace(mixed, "]}", "}]", 1) + `,"messages":[` + turn + `]}`, Unparsable},
+		{"in content", chat(`{"role":"user","content":` + deep + `}`), HasPrompt},
+		{"in tools", `{"tools":` + deep + `,"messages":[` + turn + `]}`, HasPrompt},
+		{"never closed", chat(strings.Repeat("[", n)), Unparsable},
+		{"tool results in tool results", chat(`{"role":"user","content":` + strings.Repeat(`[{"type":"tool_result","content":`, n) + `"a"` + strings.Repeat("}]", n) + `}`), HasPrompt},
+		{"the same, types last", chat(`{"role":"user","content":` + strings.Repeat(`[{"content":`, n) + `"a"` + strings.Repeat(`,"type":"tool_result"}]`, n) + `}`), HasPrompt},
+	} {
+		if b := parse(t, Chat, c.body); b.Why != c.want {
+			t.Errorf("%s: %q, want %q", c.name, b.Why, c.want)
+		}
+	}
+}
+
+// TestMemory bounds what hostile bodies make of a parser.
+func TestMemory(t *testing.T) {
+	const n = 30_000
+	for _, unit := range []string{`0`, `{}`, `[]`, `""`, `{"type":"text","text":""}`, `{"type":"x"}`, `{"type":"tool_result"}`, `{"text":"a","text":"b","type":"y"}`, "\"\xff\xff\xff\xff\xff\xff\xff\xff\""} {
+		body := chat(`{"content":[` + strings.Repeat(unit+",", n) + `0],"role":"user"}`)
+		var p Parser
+		if b := p.Parse(Chat, []byte(body)); b.Why != HasPrompt || cap(p.text) > 12*len(body) || len(b.Text) > 4*len(body) {
+			t.Errorf("%s: %q, %d bytes held for %d, text %d", unit, b.Why, cap(p.text), len(body), len(b.Text))
+		}
+		p.Reset()
+		if cap(p.text) > maxKept || p.body != nil {
+			t.Errorf("%s: %d bytes kept", unit, cap(p.text))
+		}
+	}
+}
+
+func TestSteadyStateDoesNotAllocate(t *testing.T) {
+	for _, kind := range []string{"prose", "escaped", "parts", "system", "tools", "tokens", "image"} {
+		api, body := benchBody(kind, 8<<10)
+		var p Parser
+		p.Parse(api, body)
+		if n := testing.AllocsPerRun(20, func() { p.Parse(api, body); p.Reset() }); n != 0 {
+			t.Errorf("%s: %v allocations", kind, n)
+		}
+	}
+}

@@ -1,0 +1,336 @@
+package rolter
+
+import (
+	"context"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"github.com/rolter-ai/caddy-rolter/prompt"
+	"github.com/rolter-ai/caddy-rolter/selection"
+)
+
+// request is what Rolter knows of one request, over all its attempts. Its methods are called by the goroutine that serves the request, unless they say
+// otherwise.
+type request struct {
+	owner    any // the *Handler or *Policy that made it
+	strategy string
+	counters *decisionCounters
+	logger   *zap.Logger
+
+	body   *buffer // nil when the body was not read
+	parser *prompt.Parser
+	parsed *prompt.Body // valid as long as parser is held
+	model  string       // that the client asked for
+	asked  selection.Request
+
+	attempt int
+	tried   []*member
+	lease   selection.Lease
+	decided selection.Decision
+	said    atomic.Pointer[decision] // read by whoever asks for a placeholder
+
+	// What the first attempt found in the request that is proxied, for later attempts to start from.
+	url           *url.URL
+	header        http.Header
+	authorization []string
+}
+
+// decision is what is said about the latest attempt.
+type decision struct {
+	selection.Decision
+	target  string
+	attempt int
+}
+
+func (d *decision) setHeaders(header http.Header) {
+	header["X-Rolter-Target"] = []string{d.target}
+	header["X-Rolter-Reason"] = []string{string(d.Reason)}
+}
+
+// Where the state of a request is kept among its variables, by the handler and by a policy that stands alone. It is set once, before anything is
+// dialled: the map is not synchronised, and the transport reads it from goroutines of its own.
+const (
+	handlerVar = "rolter"
+	policyVar  = "rolter_policy"
+)
+
+// publishTo makes the state known to those who are asked later, and publishes the placeholders.
+func (q *request) publishTo(ctx context.Context, name string, state any) {
+	caddyhttp.SetVar(ctx, name, state)
+	if repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+		repl.Map(q.placeholder)
+	}
+}
+
+// placeholder answers for {http.rolter.*}.
+func (q *request) placeholder(key string) (any, bool) {
+	key, ok := strings.CutPrefix(key, "http.rolter.")
+	if !ok {
+		return nil, false
+	}
+	switch key {
+	case "model":
+		return q.model, true
+	case "strategy":
+		return q.strategy, true
+	}
+	d := q.said.Load()
+	if d == nil {
+		d = new(decision)
+	}
+	switch key {
+	case "target":
+		return d.target, true
+	case "reason":
+		return string(d.Reason), true
+	case "score":
+		return d.Score, true
+	case "load":
+		return d.Load, true
+	case "attempt":
+		return d.attempt, true
+	}
+	return nil, false
+}
+
+var parsers = sync.Pool{New: func() any { return new(prompt.Parser) }}
+
+// parse reads what is needed out of the body.
+func (q *request) parse(path string) {
+	q.parser = parsers.Get().(*prompt.Parser)
+	q.parsed = q.parser.Parse(prompt.APIOf(path), q.body.data)
+	q.model = q.parsed.Model
+	q.asked = selection.Request{Text: q.parsed.Text, Lead: q.parsed.Lead, Tail: q.parsed.Tail}
+	if why := q.parsed.Why.String(); why != "" {
+		countNoPrompt(why)
+	}
+}
+
+// end gives back everything that the request holds. It is called once, and no other method after it but placeholder.
+func (q *request) end() {
+	q.lease.Release()
+	if q.body != nil {
+		q.body.release()
+	}
+	if q.parser != nil {
+		q.parser.Reset()
+		parsers.Put(q.parser)
+	}
+}
+
+// scratch is reused between picks: what a pick needs for every candidate.
+type scratch struct {
+	candidates []selection.Candidate
+	index      []int // of the candidates in the pool
+}
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+func (s *scratch) reset() { s.candidates, s.index = s.candidates[:0], s.index[:0] }
+
+func (s *scratch) add(i int, up *reverseproxy.Upstream, m *member, weight float64) {
+	s.candidates = append(s.candidates, selection.Candidate{
+		Load: m.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Weight: weight, Member: m.recorded,
+	})
+	s.index = append(s.index, i)
+}
+
+// choice is how a request's replica is chosen.
+type choice struct {
+	strategy selection.Strategy    // Rolter's, or nil:
+	policy   reverseproxy.Selector // Caddy's
+
+	// tryResting allows a replica that rests after a failure when there is no other left to try, which is better than an error. It is only
+	// right where resting is the only thing that can make an upstream unhealthy.
+	tryResting bool
+	// tryAgain allows replicas that this request has tried already when all have been: the operator asked for more attempts than replicas.
+	tryAgain bool
+}
+
+// choose picks an upstream for the next attempt and reserves it. It returns its index in the pool, or -1.
+func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*member, weight func(int) float64, r *http.Request, w http.ResponseWriter) int {
+	q.lease.Release() // the attempt before has failed, or we would not be asked again
+	s := scratches.Get().(*scratch)
+	defer func() {
+		clear(s.candidates)
+		scratches.Put(s)
+	}()
+
+	collect := func(usable func(*reverseproxy.Upstream) bool) bool {
+		s.reset()
+		for i, up := range pool {
+			if usable(up) && (len(q.tried) == 0 || !slices.Contains(q.tried, members[i])) {
+				s.add(i, up, members[i], weight(i))
+			}
+		}
+		return len(s.candidates) > 0
+	}
+	found, rested := collect((*reverseproxy.Upstream).Available), false
+	if !found && c.tryAgain && len(q.tried) > 0 {
+		q.tried = q.tried[:0]
+		found = collect((*reverseproxy.Upstream).Available)
+	}
+	if !found && c.tryResting {
+		found = collect(func(up *reverseproxy.Upstream) bool { return !up.Full() })
+		rested = found
+	}
+	if !found {
+		return -1
+	}
+
+	d, ok := selection.Decision{}, false
+	if c.policy != nil && !rested {
+		d, ok = q.ask(c.policy, pool, s, r, w)
+	} else {
+		d, ok = q.pick(c.strategy, s.candidates)
+	}
+	if !ok {
+		return -1
+	}
+	i := s.index[d.Index]
+	q.tried = append(q.tried, members[i])
+	q.attempt++
+	q.counters.count(d.Reason, q.attempt)
+	q.decided = d
+	return i
+}
+
+// targetName is the target of the latest attempt, or "".
+func (q *request) targetName() string {
+	if d := q.said.Load(); d != nil {
+		return d.target
+	}
+	return ""
+}
+
+// name publishes the decision with the name of its target, and logs it.
+func (q *request) name(target string) {
+	d := &decision{Decision: q.decided, target: target, attempt: q.attempt}
+	q.said.Store(d)
+	if c := q.logger.Check(zapcore.DebugLevel, "selected target"); c != nil {
+		c.Write(zap.String("target", target), zap.String("strategy", q.strategy), zap.String("reason", string(d.Reason)),
+			zap.Float64("score", d.Score), zap.Int("load", d.Load), zap.Int("attempt", d.attempt))
+	}
+}
+
+// pick asks one of Rolter's strategies. Should it panic, the request goes by load: routing must not be worse than not routing.
+func (q *request) pick(strategy selection.Strategy, candidates []selection.Candidate) (d selection.Decision, ok bool) {
+	defer func() {
+		if v := recover(); v != nil {
+			countPanic()
+			q.logger.Error("strategy panicked, routing by load", zap.String("strategy", q.strategy), zap.Any("panic", v), zap.Stack("stack"))
+			q.lease.Release()
+			d, ok = selection.LeastLoad{Loads: loads}.Pick(&q.asked, candidates, &q.lease)
+		}
+	}()
+	if strategy == nil {
+		strategy = selection.LeastLoad{Loads: loads}
+	}
+	return strategy.Pick(&q.asked, candidates, &q.lease)
+}
+
+// ask asks one of Caddy's policies, and reserves what it picks. It sees the whole pool at the first attempt, because some policies go by
+// index, and only what is left afterwards.
+func (q *request) ask(policy reverseproxy.Selector, pool reverseproxy.UpstreamPool, s *scratch, r *http.Request, w http.ResponseWriter) (selection.Decision, bool) {
+	rest := pool
+	if len(q.tried) > 0 {
+		rest = make(reverseproxy.UpstreamPool, len(s.index))
+		for i, at := range s.index {
+			rest[i] = pool[at]
+		}
+	}
+	up := policy.Select(rest, r, w)
+	if up == nil {
+		return selection.Decision{}, false
+	}
+	for i, at := range s.index {
+		if pool[at] != up {
+			continue
+		}
+		d, ok := selection.LeastLoad{Loads: loads}.Pick(&q.asked, s.candidates[i:i+1], &q.lease)
+		d.Index, d.Reason = i, selection.ReasonFallback
+		return d, ok
+	}
+	return selection.Decision{}, false
+}
+
+// aim makes the request that is about to be proxied one for this target: body, path and credentials.
+func (q *request) aim(r *http.Request, rt *Route, t *Target) {
+	if q.attempt == 1 {
+		q.url, q.header, q.authorization = r.URL, r.Header, r.Header["Authorization"]
+	}
+	q.resend(r, q.partsFor(t.Model))
+	if rt.rewritesPath {
+		u := *q.url
+		u.Path = t.provider.pathFor(q.url.Path)
+		if q.url.RawPath != "" {
+			u.RawPath = t.provider.pathFor(q.url.RawPath)
+		}
+		r.URL = &u
+	}
+	if rt.setsKeys {
+		// The proxy copies q.header for every attempt, after this: see Route.provision.
+		switch {
+		case t.provider.APIKey != "":
+			q.header["Authorization"] = []string{"Bearer " + t.provider.APIKey}
+		case q.authorization != nil:
+			q.header["Authorization"] = q.authorization
+		default:
+			delete(q.header, "Authorization")
+		}
+	}
+	q.name(t.Provider)
+}
+
+// partsFor is the body with another model name in it; "" leaves the name as it is.
+func (q *request) partsFor(model string) [][]byte {
+	if q.body == nil {
+		return nil
+	}
+	data := q.body.data
+	spans := q.parsed.ModelSpans
+	// An object that names its model twice is read differently by different parsers: all of them must see the name that was routed.
+	if model == "" && len(spans) > 1 && q.parsed.HasModel {
+		model = q.parsed.Model
+	}
+	if model == "" || len(spans) == 0 || len(spans) == 1 && q.parsed.HasModel && model == q.parsed.Model {
+		return [][]byte{data}
+	}
+	name := prompt.AppendJSONString(nil, model)
+	parts := make([][]byte, 0, 2*len(spans)+1)
+	at := 0
+	for _, span := range spans {
+		parts = append(parts, data[at:span.Start], name)
+		at = span.End
+	}
+	return append(parts, data[at:])
+}
+
+// resend puts a fresh body on the request that is about to be proxied.
+func (q *request) resend(r *http.Request, parts [][]byte) {
+	if q.body == nil || r.Body == nil {
+		return
+	}
+	body, err := q.body.reader(parts)
+	if err != nil {
+		return
+	}
+	r.Body = body
+	// With GetBody the transport can repeat a request of which nothing was written, on a connection that had just been closed.
+	r.GetBody = func() (io.ReadCloser, error) { return q.body.reader(parts) }
+	r.ContentLength = 0
+	for _, part := range parts {
+		r.ContentLength += int64(len(part))
+	}
+}

@@ -1,0 +1,57 @@
+// Package rolter is a Caddy plugin that routes requests to large language models: each one goes to the replica (vLLM, SGLang, …)
+// whose KV cache already holds the beginning of its prompt, so that the engine reuses it instead of computing it again.
+//
+// It brings two ways in. The handler `rolter` (http.handlers.rolter) stands in front of all replicas of all models: it reads the model name,
+// finds the route, chooses the replica and proxies. The policy `lb_policy rolter` (http.reverse_proxy.selection_policies.rolter)
+// chooses among the upstreams of anybody's reverse_proxy. Caddy does all transport.
+package rolter
+
+import (
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+)
+
+func init() {
+	caddy.RegisterModule(App{})
+	caddy.RegisterModule(Handler{})
+	caddy.RegisterModule(Policy{})
+	caddy.RegisterModule(adminAPI{})
+	httpcaddyfile.RegisterHandlerDirective("rolter", parseHandler)
+	httpcaddyfile.RegisterDirectiveOrder("rolter", httpcaddyfile.Before, "reverse_proxy")
+}
+
+// App is there so that what Rolter changes in state that outlives a configuration is changed when the configuration starts, and not when
+// it is merely provisioned: a configuration that fails to load, or is only validated, must not disturb the running one. It has no
+// configuration of its own; handlers and policies bring it into being.
+type App struct {
+	onStart []func()
+}
+
+// CaddyModule returns the Caddy module information.
+func (App) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "rolter", New: func() caddy.Module { return new(App) }}
+}
+
+// Start applies what the handlers and policies of this configuration registered.
+func (a *App) Start() error {
+	for _, f := range a.onStart {
+		f()
+	}
+	return nil
+}
+
+// Stop does nothing: there is no background work yet.
+func (a *App) Stop() error { return nil }
+
+// whenStarted has f called when the configuration starts.
+func whenStarted(ctx caddy.Context, f func()) error {
+	app, err := ctx.App("rolter")
+	if err != nil {
+		return err
+	}
+	a := app.(*App)
+	a.onStart = append(a.onStart, f)
+	return nil
+}
+
+var _ caddy.App = (*App)(nil)

@@ -1,0 +1,153 @@
+package selection
+
+import (
+	"slices"
+	"strings"
+	"sync"
+)
+
+// Loads counts the requests in flight by replica address, for every route and policy of the process. The mutex is also the
+// critical section in which a pick reads the loads and reserves: two picks never see the same load.
+type Loads struct {
+	mu    sync.Mutex
+	byKey map[string]*Load
+	picks uint64 // counts picks, for the rotation among equals
+}
+
+// Load is the load of one address.
+type Load struct {
+	loads *Loads
+	key   string
+
+	// all guarded by loads.mu
+	inFlight   int
+	refs       int // configurations that know the address
+	lastPicked uint64
+}
+
+// NewLoads returns an empty registry.
+func NewLoads() *Loads { return &Loads{byKey: make(map[string]*Load)} }
+
+// Acquire returns the load of an address, which stays registered until as many Release calls and until nothing is in flight.
+func (l *Loads) Acquire(key string) *Load {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	load := l.byKey[key]
+	if load == nil {
+		load = &Load{loads: l, key: key}
+		l.byKey[key] = load
+	}
+	load.refs++
+	return load
+}
+
+// Release gives back one Acquire.
+func (l *Loads) Release(load *Load) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	load.refs--
+	l.forget(load)
+}
+
+// forget drops a load that nobody knows and that has nothing in flight.
+func (l *Loads) forget(load *Load) {
+	if load.refs <= 0 && load.inFlight == 0 && l.byKey[load.key] == load {
+		delete(l.byKey, load.key)
+	}
+}
+
+// InFlight is the number of requests that hold a reservation at the address.
+func (l *Load) InFlight() int {
+	l.loads.mu.Lock()
+	defer l.loads.mu.Unlock()
+	return l.inFlight
+}
+
+// AddressLoad is the load of one address, for metrics.
+type AddressLoad struct {
+	Address  string
+	InFlight int
+}
+
+// Snapshot lists all addresses, sorted.
+func (l *Loads) Snapshot() []AddressLoad {
+	l.mu.Lock()
+	all := make([]AddressLoad, 0, len(l.byKey))
+	for key, load := range l.byKey {
+		all = append(all, AddressLoad{key, load.inFlight})
+	}
+	l.mu.Unlock()
+	slices.SortFunc(all, func(a, b AddressLoad) int { return strings.Compare(a.Address, b.Address) })
+	return all
+}
+
+// load is the candidate's requests in flight. The caller holds the registry's mutex.
+func (c *Candidate) load() int { return max(c.Load.inFlight, c.Floor) }
+
+// full says that the candidate must not get another request. The caller holds the registry's mutex.
+func (c *Candidate) full() bool { return c.Limit > 0 && c.load() >= c.Limit }
+
+// reserve takes a place at the candidate. The caller holds the registry's mutex.
+func (l *Loads) reserve(c *Candidate, lease *Lease) {
+	// A configuration that was unloaded may have dropped the entry while its last requests still pick.
+	if known := l.byKey[c.Load.key]; known == nil {
+		l.byKey[c.Load.key] = c.Load
+	} else if known != c.Load {
+		c.Load = known
+	}
+	l.picks++
+	c.Load.lastPicked = l.picks
+	c.Load.inFlight++
+	lease.hold(c.Load)
+}
+
+// leastLoaded returns the index of the least loaded candidate that is not full, or -1. Among equal loads the one that was picked
+// longest ago is taken, unless better says otherwise: better(i, j) is negative when i is to be preferred. The caller holds the mutex.
+func leastLoaded(candidates []Candidate, better func(i, j int) int) int {
+	best := -1
+	for i := range candidates {
+		c := &candidates[i]
+		if c.full() {
+			continue
+		}
+		if best < 0 || preferred(candidates, i, best, better) {
+			best = i
+		}
+	}
+	return best
+}
+
+// preferred says whether candidate i is to be taken before j: lower load, then better, then picked longest ago.
+func preferred(candidates []Candidate, i, j int, better func(i, j int) int) bool {
+	a, b := &candidates[i], &candidates[j]
+	if la, lb := a.load(), b.load(); la != lb {
+		return la < lb
+	}
+	if better != nil {
+		if order := better(i, j); order != 0 {
+			return order < 0
+		}
+	}
+	return a.Load.lastPicked < b.Load.lastPicked
+}
+
+// LeastLoad picks the candidate with the fewest requests in flight. It is the rule that every other one falls back to.
+type LeastLoad struct{ Loads *Loads }
+
+// Pick implements [Strategy].
+func (s LeastLoad) Pick(_ *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
+	s.Loads.mu.Lock()
+	defer s.Loads.mu.Unlock()
+	i := leastLoaded(candidates, nil)
+	if i < 0 {
+		return Decision{}, false
+	}
+	d := Decision{Index: i, Reason: ReasonFallback, Load: candidates[i].load()}
+	if len(candidates) == 1 {
+		d.Reason = ReasonOnlyCandidate
+	}
+	s.Loads.reserve(&candidates[i], lease)
+	return d, true
+}
+
+var _ Strategy = LeastLoad{}

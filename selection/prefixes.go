@@ -1,0 +1,120 @@
+package selection
+
+import "sync"
+
+// PrefixIndex knows which replicas (by slot) have been sent which prompts. It need not be safe for concurrent use.
+type PrefixIndex interface {
+	// Match fills found, by slot, with what each slot holds of text. len(found) is at least Slots().
+	Match(text []byte, found []Match)
+	// Insert records text for a slot, provisionally; the result settles it, once, by Confirm or Rollback.
+	Insert(slot int, text []byte) Record
+	Confirm(Record)
+	Rollback(Record)
+	// Prompts is the number of prompts recorded for a slot.
+	Prompts(slot int) int
+	// Add makes a slot and Remove forgets all it holds; a number may be given again afterwards.
+	Add() int
+	Remove(slot int)
+	Slots() int
+}
+
+// Match is what one slot holds of a text: how many leading bytes, and whether the whole of a recorded prompt is a prefix of it. It is an
+// alias of a plain type, as is Record, so that an index can implement [PrefixIndex] without importing this package.
+type Match = struct {
+	Bytes     int
+	Continues bool
+}
+
+// Record names an insertion of a [PrefixIndex]; the zero value is none.
+type Record = struct {
+	Serial uint64
+	Index  uint32
+}
+
+// Prefixes is the shared record of who was sent what: an index, its lock, and its members, the replicas by their stable identity. It outlives
+// configurations: each one joins the replicas that it has and leaves them when it is unloaded.
+type Prefixes struct {
+	mu      sync.Mutex
+	index   PrefixIndex
+	members map[string]*Member
+	found   []Match
+}
+
+// Member is one replica's place in [Prefixes].
+type Member struct {
+	key string
+
+	// guarded by Prefixes.mu
+	slot int // noSlot once everybody has left
+	refs int
+}
+
+const noSlot = -1
+
+// NewPrefixes wraps an empty index.
+func NewPrefixes(index PrefixIndex) *Prefixes {
+	return &Prefixes{index: index, members: make(map[string]*Member)}
+}
+
+// Join returns the member with this key, which stays until as many Leave calls.
+func (p *Prefixes) Join(key string) *Member {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	m := p.members[key]
+	if m == nil {
+		m = &Member{key: key, slot: p.index.Add()}
+		p.members[key] = m
+	}
+	m.refs++
+	return m
+}
+
+// Leave gives back one Join; after the last one all that was recorded for the replica is forgotten. Requests of an unloaded configuration may
+// still hold the member: they find nothing recorded for it and record nothing.
+func (p *Prefixes) Leave(m *Member) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if m.refs--; m.refs == 0 {
+		delete(p.members, m.key)
+		p.index.Remove(m.slot)
+		m.slot = noSlot
+	}
+}
+
+// Do calls f with the index, under the lock.
+func (p *Prefixes) Do(f func(PrefixIndex)) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f(p.index)
+}
+
+// Prompts is the number of prompts recorded for each replica.
+func (p *Prefixes) Prompts() map[string]int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	prompts := make(map[string]int, len(p.members))
+	for key, m := range p.members {
+		prompts[key] = p.index.Prompts(m.slot)
+	}
+	return prompts
+}
+
+// match looks text up for all members; the result holds until the lock is given up. The caller holds the lock.
+func (p *Prefixes) match(text []byte) []Match {
+	if n := p.index.Slots(); n > len(p.found) {
+		p.found = make([]Match, n)
+	}
+	p.index.Match(text, p.found)
+	return p.found
+}
+
+// settle confirms a provisional record or takes it back.
+func (p *Prefixes) settle(record Record, served bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if served {
+		p.index.Confirm(record)
+	} else {
+		p.index.Rollback(record)
+	}
+}

@@ -1,0 +1,86 @@
+// Package selection decides which replica gets a request.
+//
+// It is pure logic: strategies look at candidates (the replicas that can take the request), at the load that Rolter itself
+// has put on them and at what their caches are believed to hold, and pick one. Picking reserves the load in the same critical
+// section, so that requests which arrive at the same moment see each other; a [Lease] gives it back exactly once.
+//
+// Every strategy chooses only among the candidates it is given. Ties go to the lower load, then to the replica with
+// the fewest recorded prompts, then to the one that was picked longest ago; never to the first by index.
+package selection
+
+// Candidate is one replica that can take the request: healthy, not full by the transport's own count, not tried before.
+type Candidate struct {
+	// Load counts the requests in flight at the replica's address.
+	Load *Load
+
+	// Floor is the number of requests in flight there as the transport counts them, which includes those that Rolter
+	// did not route. The candidate's load is the larger of the two.
+	Floor int
+
+	// Limit is the most requests that the replica may have in flight; 0 is no limit. It is checked against Load in
+	// the critical section of the pick, where the transport's own check can be late.
+	Limit int
+
+	// Weight is the operator's static weight, above 0.
+	Weight float64
+
+	// Member is the replica's place in the [Prefixes] of the strategy; nil when nothing is recorded for it.
+	Member *Member
+}
+
+// slot is the candidate's slot in the index, or noSlot. The caller holds the lock of the prefixes.
+func (c *Candidate) slot() int {
+	if c.Member == nil {
+		return noSlot
+	}
+	return c.Member.slot
+}
+
+// Request is what the strategies know of a request.
+type Request struct {
+	// Text is the rendered conversation. It is nil when the request has no prompt, and is not retained after Pick.
+	Text []byte
+
+	// Lead and Tail are the bytes at either end of Text that count neither as matched nor as length (role labels and
+	// marks which every conversation shares).
+	Lead, Tail int
+}
+
+// Reason says why a candidate was picked. The list is closed: it is used as a metric label and as a response header.
+type Reason string
+
+// The reasons, as users read them.
+const (
+	// ReasonCache: the candidate holds enough of the prompt.
+	ReasonCache Reason = "cache"
+	// ReasonContinuation: the prompt continues one that the candidate has served.
+	ReasonContinuation Reason = "continuation"
+	// ReasonOverloaded: the best holder of the prompt has too much to do, so the least loaded candidate was taken.
+	ReasonOverloaded Reason = "overloaded"
+	// ReasonCold: nobody holds enough of the prompt.
+	ReasonCold Reason = "cold"
+	// ReasonNoPrompt: the request has no prompt to compare.
+	ReasonNoPrompt Reason = "no_prompt"
+	// ReasonOnlyCandidate: there was no choice.
+	ReasonOnlyCandidate Reason = "only_candidate"
+	// ReasonFallback: the pick was made by another rule than a score of Rolter's: least load, or one of Caddy's policies.
+	ReasonFallback Reason = "fallback"
+)
+
+// Reasons are all of them.
+var Reasons = []Reason{ReasonCache, ReasonContinuation, ReasonOverloaded, ReasonCold, ReasonNoPrompt, ReasonOnlyCandidate, ReasonFallback}
+
+// Decision is the outcome of a pick.
+type Decision struct {
+	Index  int     // of the candidate that was picked
+	Reason Reason  // why
+	Score  float64 // the candidate's share of the prompt, in [0, 1]
+	Load   int     // its requests in flight, this one not counted
+}
+
+// Strategy picks one of the candidates, reserves load on it and records what must be recorded, atomically. The lease must be
+// free (never used, or released); it holds the reservation afterwards. ok is false, and nothing is held, when no candidate can take the
+// request. Pick is called concurrently and must not retain candidates or req.Text.
+type Strategy interface {
+	Pick(req *Request, candidates []Candidate, lease *Lease) (d Decision, ok bool)
+}

@@ -1,0 +1,214 @@
+package rolter
+
+import (
+	"cmp"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+
+	"github.com/rolter-ai/caddy-rolter/selection"
+	"github.com/rolter-ai/caddy-rolter/trie"
+)
+
+// What is known of replicas outlives configurations: it is keyed by the stable identity of a replica, shared by all configurations that
+// name it, and goes when the last of them is unloaded.
+var (
+	// loads are the requests in flight at every address.
+	loads = selection.NewLoads()
+
+	// prefixPools holds a *prefixPool for each route, and one for all policies that stand alone.
+	prefixPools = caddy.NewUsagePool()
+)
+
+// prefixPool is who was sent what, for one route.
+type prefixPool struct {
+	*selection.Prefixes
+	tree *trie.Tree // only inside Prefixes.Do
+}
+
+// Destruct implements [caddy.Destructor].
+func (*prefixPool) Destruct() error { return nil }
+
+// bytes is the memory of the record.
+func (p *prefixPool) bytes() (n int64) {
+	p.Do(func(selection.PrefixIndex) { n = p.tree.Bytes() })
+	return n
+}
+
+func newPrefixPool() *prefixPool {
+	tree := trie.New()
+	return &prefixPool{Prefixes: selection.NewPrefixes(tree), tree: tree}
+}
+
+// group is the replicas of one route or policy, in one configuration: what it took of the shared state.
+type group struct {
+	name     string
+	prefixes *prefixPool
+
+	mu      sync.RWMutex
+	members map[string]*member // by key; nil once closed
+	view    atomic.Pointer[view]
+}
+
+// member is one replica of a group.
+type member struct {
+	key      string
+	load     *selection.Load
+	recorded *selection.Member // nil when nothing can be recorded for it
+	lastSeen atomic.Int64      // Unix seconds
+}
+
+// view is the members of a pool of upstreams that was seen before, by the identity of the upstreams: with a static pool, which is the
+// usual case, nothing needs to be looked up.
+type view struct {
+	pool    reverseproxy.UpstreamPool
+	members []*member
+}
+
+// Names of groups: that of the policies that stand alone, and that of a route, before its model.
+const (
+	policyGroup = "policy"
+	routeGroup  = "route\x00"
+)
+
+// newGroup takes the shared state of this name. It must be closed.
+func newGroup(name string) (*group, error) {
+	pooled, _, err := prefixPools.LoadOrNew(name, func() (caddy.Destructor, error) { return newPrefixPool(), nil })
+	if err != nil {
+		return nil, err
+	}
+	return &group{name: name, prefixes: pooled.(*prefixPool), members: make(map[string]*member)}, nil
+}
+
+// Bounds of a group whose upstreams are dynamic: past maxMembers, those that no request has seen for longest go, down to keepMembers.
+const (
+	maxMembers  = 4096
+	keepMembers = 3072
+)
+
+// get returns the member with this identity, which joins the shared state when it is new. After close it returns members that
+// count load and record nothing: requests outlive their configuration.
+func (g *group) get(address, model string) *member {
+	key := address
+	if model != "" {
+		key += "\x00" + model
+	}
+	g.mu.RLock()
+	m := g.members[key]
+	g.mu.RUnlock()
+	if m != nil {
+		return m
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if m := g.members[key]; m != nil {
+		return m
+	}
+	m = &member{key: key, load: loads.Acquire(address)}
+	if g.members == nil {
+		loads.Release(m.load)
+		return m
+	}
+	m.lastSeen.Store(time.Now().Unix())
+	// An address with a placeholder in it stands for many replicas: there is no cache to speak of.
+	if !strings.Contains(address, "{") {
+		m.recorded = g.prefixes.Join(key)
+	}
+	g.members[key] = m
+	if len(g.members) > maxMembers {
+		g.sweep()
+	}
+	return m
+}
+
+// sweep drops the members that have not been in any pool for longest. The caller holds g.mu.
+func (g *group) sweep() {
+	oldestLast := slices.SortedFunc(maps.Values(g.members), func(a, b *member) int { return cmp.Compare(b.lastSeen.Load(), a.lastSeen.Load()) })
+	for _, m := range oldestLast[keepMembers:] {
+		g.drop(m)
+	}
+}
+
+func (g *group) drop(m *member) {
+	delete(g.members, m.key)
+	if m.recorded != nil {
+		g.prefixes.Leave(m.recorded)
+	}
+	loads.Release(m.load)
+}
+
+// of returns the members of a pool of upstreams, in its order.
+func (g *group) of(pool reverseproxy.UpstreamPool) []*member {
+	if v := g.view.Load(); v != nil && samePool(v.pool, pool) {
+		return v.members
+	}
+	members := make([]*member, len(pool))
+	now := time.Now().Unix()
+	for i, up := range pool {
+		members[i] = g.get(normalDial(up.Dial), "")
+		members[i].lastSeen.Store(now)
+	}
+	g.view.Store(&view{pool, members})
+	return members
+}
+
+func samePool(a, b reverseproxy.UpstreamPool) bool {
+	if len(a) != len(b) {
+		return false
+	}
+	for i := range a {
+		if a[i] != b[i] {
+			return false
+		}
+	}
+	return true
+}
+
+// close gives back what the group took. It may be called again.
+func (g *group) close() {
+	if g == nil {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.members == nil {
+		return
+	}
+	for _, m := range g.members {
+		g.drop(m)
+	}
+	g.members = nil
+	_, _ = prefixPools.Delete(g.name)
+}
+
+// setLimits bounds the shared tree of the group.
+func (g *group) setLimits(limits trie.Limits) {
+	g.prefixes.Do(func(selection.PrefixIndex) { g.prefixes.tree.SetLimits(limits) })
+}
+
+// normalDial is the stable identity of an upstream: its dial address with the network left out when it is tcp, and in lower case.
+func normalDial(dial string) string {
+	if strings.Contains(dial, "{") {
+		return dial
+	}
+	addr, err := caddy.ParseNetworkAddress(dial)
+	if err != nil {
+		return dial
+	}
+	if addr.IsUnixNetwork() {
+		return dial
+	}
+	hostPort := net.JoinHostPort(strings.ToLower(addr.Host), strconv.Itoa(int(addr.StartPort)))
+	if addr.Network == "tcp" {
+		return hostPort
+	}
+	return addr.Network + "/" + hostPort
+}

@@ -1,0 +1,101 @@
+package rolter
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+)
+
+func TestNormalDial(t *testing.T) {
+	for dial, want := range map[string]string{
+		"localhost:8001":         "localhost:8001",
+		"tcp/LOCALHOST:8001":     "localhost:8001",
+		"[::1]:80":               "[::1]:80",
+		"udp/host:1":             "udp/host:1",
+		"unix//run/vllm.sock":    "unix//run/vllm.sock",
+		"{http.request.host}:80": "{http.request.host}:80",
+		"not an address:x":       "not an address:x",
+	} {
+		if got := normalDial(dial); got != want {
+			t.Errorf("%s: %s, want %s", dial, got, want)
+		}
+	}
+}
+
+func TestGroupsShareAndForget(t *testing.T) {
+	one, err := newGroup("test group")
+	if err != nil {
+		t.Fatal(err)
+	}
+	two, _ := newGroup("test group")
+	a, b := one.get("a:1", "m"), two.get("a:1", "m")
+	if a.load != b.load || a.recorded != b.recorded {
+		t.Error("two configurations do not share the state of a replica")
+	}
+	if other := two.get("a:1", "other model"); other.load != a.load || other.recorded == a.recorded {
+		t.Error("another model at the same address must share the load and not the prompts")
+	}
+	if opaque := two.get("{env.X}:1", ""); opaque.recorded != nil {
+		t.Error("prompts would be recorded for an address that stands for many")
+	}
+	one.close()
+	one.close()
+	if n := len(two.prefixes.Prompts()); n != 2 {
+		t.Errorf("%d replicas after the first group was closed, want 2", n)
+	}
+	late := one.get("late:1", "")
+	if late.recorded != nil {
+		t.Error("a closed group joined a replica")
+	}
+	two.close()
+	if n := len(two.prefixes.Prompts()); n != 0 {
+		t.Errorf("%d replicas after all groups were closed", n)
+	}
+	for _, l := range loads.Snapshot() {
+		if l.Address == "a:1" || l.Address == "late:1" {
+			t.Errorf("%s is still known", l.Address)
+		}
+	}
+}
+
+func TestGroupsOfDynamicUpstreamsAreBounded(t *testing.T) {
+	g, err := newGroup("test dynamic")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.close()
+	for i := range 3 * maxMembers {
+		g.of(reverseproxy.UpstreamPool{{Dial: fmt.Sprintf("10.0.%d.%d:80", i/250, i%250)}})
+	}
+	if n := len(g.members); n > maxMembers || n != len(g.prefixes.Prompts()) {
+		t.Errorf("%d members, %d recorded, want %d at most", n, len(g.prefixes.Prompts()), maxMembers)
+	}
+	pool := reverseproxy.UpstreamPool{{Dial: "a:1"}, {Dial: "tcp/A:1"}, {Dial: "b:1"}}
+	members := g.of(pool)
+	if members[0] != members[1] || members[0] == members[2] {
+		t.Error("members do not go by the normalised address")
+	}
+	if again := g.of(pool); &again[0] != &members[0] {
+		t.Error("a pool that was seen before was looked up again")
+	}
+}
+
+func TestPathFor(t *testing.T) {
+	for _, tc := range []struct{ base, path, want string }{
+		{"http://h:1", "/v1/models", "/v1/models"},
+		{"http://h:1/", "/v1/models", "/v1/models"},
+		{"http://h:1/gpu/0", "/v1/models", "/gpu/0/v1/models"},
+		{"http://h:1/v1", "/v1/models", "/v1/models"},
+		{"http://h:1/openai/v1/", "/v1/models", "/openai/v1/models"},
+		{"http://h:1/openai/v1", "/llm/v1/models", "/openai/v1/llm/v1/models"},
+	} {
+		p := Provider{APIBase: tc.base}
+		if err := p.parseBase(tc.base); err != nil {
+			t.Fatal(err)
+		}
+		if got := p.pathFor(tc.path); got != tc.want {
+			t.Errorf("%s + %s = %s, want %s", tc.base, tc.path, got, tc.want)
+		}
+	}
+}
