@@ -36,6 +36,10 @@ func (w *responseWriter) WriteHeader(status int) {
 		if d := w.request.said.Load(); w.headers && d != nil {
 			d.setHeaders(header)
 		}
+		// Nobody is to guess a type that the replica did not give.
+		if _, set := header["Content-Type"]; !set {
+			header["Content-Type"] = nil
+		}
 		// An engine whose queue is full may have said 200 before it knows, and says so in the first event of the stream.
 		if status != http.StatusOK || !strings.HasPrefix(header.Get("Content-Type"), "text/event-stream") {
 			w.settle(status)

@@ -24,7 +24,7 @@ func TestBodyGoesUpstreamByteForByte(t *testing.T) {
 			target a org/Model-7B
 		}
 		route quoted {
-			target a "say \"hi\"\\"
+			target a "say \"hi\"\up"
 		}`))
 
 	for _, c := range []struct {
@@ -69,7 +69,7 @@ func TestBodyGoesUpstreamByteForByte(t *testing.T) {
 			want: `{"model":"org/Model-7B","messages":[],"model":"org/Model-7B"}`},
 		{name: "a name that needs escapes", path: chatPath,
 			body: `{"model":"quoted","messages":[]}`,
-			want: `{"model":"say \"hi\"\\","messages":[]}`},
+			want: `{"model":"say \"hi\"\\up","messages":[]}`},
 		{name: "the name is kept", path: chatPath,
 			body: "{ \"model\" : \"pl\\u0061in\",\"messages\":[],\"x\":[1 , 2]}\n"},
 		{name: "invalid UTF-8 in the text", path: chatPath,
@@ -149,12 +149,13 @@ func TestPathPrefixOfProvider(t *testing.T) {
 func TestKeysOfTargets(t *testing.T) {
 	for _, ops := range []struct{ name, block string }{
 		{"no operations", ""},
-		{"with header_up", "reverse_proxy {\nheader_up X-Added by-gateway\nheader_up -X-Unwanted\n}"},
+		{"with header_up", "header_up X-Added by-gateway\nheader_up -X-Unwanted"},
 	} {
 		t.Run(ops.name, func(t *testing.T) {
 			stubs := newStubs(t, 3, nil)
 			keyA, keyB, none := stubs[0], stubs[1], stubs[2]
-			// The policy `first` makes the order of attempts that of the targets.
+			// The policy `first` makes the order of attempts that of the targets; a short rest makes a short test.
+			options := "strategy first\nreverse_proxy {\nfail_duration 10ms\n" + ops.block + "\n}"
 			site := fmt.Sprintf(`rolter {
 				provider a http://%s {
 					api_key key-of-a
@@ -166,9 +167,9 @@ func TestKeysOfTargets(t *testing.T) {
 				%s %s %s
 				%s
 			}`, keyA.addr, keyB.addr, none.addr,
-				route("abc", "strategy first\n"+ops.block, keyA, keyB, none),
-				route("cba", "strategy first\n"+ops.block, none, keyB, keyA),
-				route("acb", "strategy first\n"+ops.block, keyA, none, keyB),
+				route("abc", options, keyA, keyB, none),
+				route("cba", options, none, keyB, keyA),
+				route("acb", options, keyA, none, keyB),
 				soleRoutes(stubs...))
 			g := startGateway(t, site)
 			want := func(own string) map[*stub]string {
@@ -196,7 +197,6 @@ func TestKeysOfTargets(t *testing.T) {
 							if own != "" {
 								header = append(header, "Authorization", own)
 							}
-							// A target that has just broken a connection rests; what is looked at here is not when but with what it is asked.
 							g.waitFor("no target to rest", func() bool { return g.noFails() })
 							answer := g.served(chatPath, asks(model, "hi"), header...)
 							if answer.target != order[2].name {
@@ -268,7 +268,6 @@ func TestHeadersOfTheClientPass(t *testing.T) {
 	}
 }
 
-// Engines refuse compressed bodies, and take a body after Expect: 100-continue; neither may depend on what the client can do.
 func TestAnswersPassUntouched(t *testing.T) {
 	stubs := newStubs(t, 1, nil)
 	s := stubs[0]

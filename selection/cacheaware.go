@@ -35,34 +35,53 @@ func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (D
 
 	s.Prefixes.mu.Lock()
 	defer s.Prefixes.mu.Unlock()
-	found := s.Prefixes.match(req.Text)
-	held := func(i int) Match {
-		if slot := candidates[i].slot(); slot != noSlot {
-			return found[slot]
-		}
-		return Match{}
-	}
-	score := func(i int) float64 {
-		return float64(min(max(held(i).Bytes-req.Lead, 0), counted)) / float64(counted)
-	}
-	clears := func(i int) bool { return score(i) >= s.Threshold || held(i).Continues }
-
-	d, ok := s.choose(candidates, score, clears, lease)
+	views := s.look(req, candidates, counted)
+	d, ok := s.choose(candidates, views, lease)
 	if !ok {
 		return d, false
 	}
-	if slot := candidates[d.Index].slot(); slot != noSlot {
-		lease.holdRecord(s.Prefixes, s.Prefixes.index.Insert(slot, req.Text))
+	chosen := views[d.Index]
+	d.Score = float64(chosen.matched) / float64(counted)
+	if chosen.slot != noSlot {
+		lease.holdRecord(s.Prefixes, s.Prefixes.index.Insert(chosen.slot, req.Text))
 	}
 	return d, true
 }
 
+// view is what a candidate holds of a prompt.
+type view struct {
+	slot    int
+	matched int  // counted bytes
+	clears  bool // the candidate is a holder
+	reaches bool // by the share alone
+}
+
+// look says what every candidate holds. The caller holds the lock of the prefixes, as long as it uses the result.
+func (s *CacheAware) look(req *Request, candidates []Candidate, counted int) []view {
+	found := s.Prefixes.match(req.Text)
+	views := s.Prefixes.views[:0]
+	for i := range candidates {
+		v := view{slot: candidates[i].slot()}
+		if v.slot != noSlot {
+			m := found[v.slot]
+			v.matched = min(max(m.Bytes-req.Lead, 0), counted)
+			v.reaches = float64(v.matched) >= s.Threshold*float64(counted)
+			v.clears = v.reaches || m.Continues
+		}
+		views = append(views, v)
+	}
+	s.Prefixes.views = views
+	return views
+}
+
 // choose picks and reserves. The caller holds the lock of the prefixes.
-func (s *CacheAware) choose(candidates []Candidate, score func(int) float64, clears func(int) bool, lease *Lease) (Decision, bool) {
+func (s *CacheAware) choose(candidates []Candidate, views []view, lease *Lease) (Decision, bool) {
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
 
-	fewerPrompts := func(i, j int) int { return s.prompts(&candidates[i]) - s.prompts(&candidates[j]) }
+	// Prompts are counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch
+	// off: the spread over idle replicas would be uneven.
+	fewerPrompts := func(i, j int) int { return s.prompts(views[i].slot) - s.prompts(views[j].slot) }
 	holder, least, open := -1, 0, 0
 	for i := range candidates {
 		c := &candidates[i]
@@ -73,10 +92,11 @@ func (s *CacheAware) choose(candidates []Candidate, score func(int) float64, cle
 			least = load
 		}
 		open++
-		if !clears(i) {
+		if !views[i].clears {
 			continue
 		}
-		if holder < 0 || score(i) > score(holder) || score(i) == score(holder) && preferred(candidates, i, holder, fewerPrompts) {
+		if holder < 0 || views[i].matched > views[holder].matched ||
+			views[i].matched == views[holder].matched && preferred(candidates, i, holder, fewerPrompts) {
 			holder = i
 		}
 	}
@@ -90,13 +110,13 @@ func (s *CacheAware) choose(candidates []Candidate, score func(int) float64, cle
 		d.Reason = ReasonCold
 	case s.overloaded(candidates[holder].load(), least):
 		d.Reason = ReasonOverloaded
-	case score(holder) < s.Threshold:
+	case !views[holder].reaches:
 		d.Reason = ReasonContinuation
 	}
 	if d.Reason == ReasonCold || d.Reason == ReasonOverloaded {
 		d.Index = leastLoaded(candidates, func(i, j int) int {
-			if ci, cj := clears(i), clears(j); ci != cj {
-				if ci {
+			if views[i].clears != views[j].clears {
+				if views[i].clears {
 					return -1
 				}
 				return 1
@@ -107,7 +127,7 @@ func (s *CacheAware) choose(candidates []Candidate, score func(int) float64, cle
 	if len(candidates) == 1 {
 		d.Reason = ReasonOnlyCandidate
 	}
-	d.Score, d.Load = score(d.Index), candidates[d.Index].load()
+	d.Load = candidates[d.Index].load()
 	s.Loads.reserve(&candidates[d.Index], lease)
 	return d, true
 }
@@ -117,13 +137,12 @@ func (s *CacheAware) overloaded(load, least int) bool {
 	return load > least+s.OverloadMargin && float64(load) > s.OverloadRatio*float64(least)
 }
 
-// prompts is how much has been recorded for a candidate. Prompts are counted and not tree nodes, because how many nodes a prompt takes
-// depends on where other prompts happen to branch off: the spread over idle replicas would be uneven.
-func (s *CacheAware) prompts(c *Candidate) int {
-	if slot := c.slot(); slot != noSlot {
-		return s.Prefixes.index.Prompts(slot)
+// prompts is how many prompts are recorded in a slot.
+func (s *CacheAware) prompts(slot int) int {
+	if slot == noSlot {
+		return 0
 	}
-	return 0
+	return s.Prefixes.index.Prompts(slot)
 }
 
 var _ Strategy = (*CacheAware)(nil)

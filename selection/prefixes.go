@@ -37,7 +37,10 @@ type Prefixes struct {
 	mu      sync.Mutex
 	index   PrefixIndex
 	members map[string]*Member
-	found   []Match
+
+	// reused from pick to pick
+	found []Match
+	views []view
 }
 
 // Member is one replica's place in [Prefixes].

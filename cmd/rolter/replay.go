@@ -13,12 +13,12 @@ import (
 func init() {
 	caddycmd.RegisterCommand(caddycmd.Command{
 		Name:  "replay",
-		Usage: "[<file>|-] [--strategy <name,name>] [--replicas <n>] [--json] [...]",
+		Usage: "[<file>|-] [--strategy <name,name>] [--replicas <n>] [--json]",
 		Short: "Compares strategies on a recorded load, in virtual time",
 		Long: `
-Feeds a trace of requests (JSON lines in Mooncake's form, from a file or with - from
-standard input; without either one that is made up) through Rolter's strategies and simulated replicas,
-in virtual time, and compares cached tokens and time to first token.
+Feeds a trace of requests through Rolter's strategies and simulated replicas, in virtual
+time, and compares cached tokens and time to first token. The trace is JSON lines in
+Mooncake's form, from a file or, with -, from standard input; without either, one is made up.
 `,
 		CobraFunc: func(cmd *cobra.Command) {
 			options := replay.RegisterFlags(cmd.Flags())

@@ -15,7 +15,7 @@ import (
 func init() {
 	caddycmd.RegisterCommand(caddycmd.Command{
 		Name:  "replica",
-		Usage: "[--listen <address>] [--model <name>] [--cache-blocks <n>] [...]",
+		Usage: "[--listen <address>] [--model <name>] [--cache-blocks <n>]",
 		Short: "Runs a simulated vLLM replica",
 		Long: `
 Runs an HTTP server that behaves as a vLLM replica does, as far as a router can tell: it

@@ -44,7 +44,8 @@ type Player struct {
 type Result struct {
 	// Conversation and Turn count from 0.
 	Conversation, Turn int
-	// FirstToken is the time from sending the request to the first piece of the answer's text.
+	// FirstToken is the time from sending the request to the first piece of the answer's text, or to the end of an
+	// answer without text.
 	FirstToken time.Duration
 	// PromptTokens and CachedTokens are what the engine reported.
 	PromptTokens, CachedTokens int
@@ -146,6 +147,7 @@ type chunk struct {
 			Reasoning        string `json:"reasoning"`
 			ReasoningContent string `json:"reasoning_content"`
 		} `json:"delta"`
+		FinishReason string `json:"finish_reason"`
 	} `json:"choices"`
 	Usage *struct {
 		PromptTokens        int `json:"prompt_tokens"`
@@ -191,6 +193,7 @@ func (p *Player) ask(ctx context.Context, client *http.Client, history []message
 	}
 
 	var answer strings.Builder
+	finished := false
 	lines := bufio.NewScanner(resp.Body)
 	lines.Buffer(nil, 1<<20)
 	for lines.Scan() {
@@ -200,8 +203,8 @@ func (p *Player) ask(ctx context.Context, client *http.Client, history []message
 		}
 		data = bytes.TrimSpace(data)
 		if string(data) == "[DONE]" {
-			if result.FirstToken == 0 {
-				return "", errors.New("the answer is empty")
+			if !finished {
+				return "", errors.New("the answer has no finish_reason")
 			}
 			// The rest must be read for the connection to be used again.
 			_, _ = io.Copy(io.Discard, resp.Body)
@@ -215,7 +218,13 @@ func (p *Player) ask(ctx context.Context, client *http.Client, history []message
 			return "", fmt.Errorf("error in the stream: %s", event.Error.Message)
 		}
 		for _, choice := range event.Choices {
-			if result.FirstToken == 0 && cmp.Or(choice.Delta.Content, choice.Delta.Reasoning, choice.Delta.ReasoningContent) != "" {
+			if choice.FinishReason == "abort" { // what a vLLM says to its running requests when it is stopped
+				return "", errors.New("the engine aborted the answer")
+			}
+			finished = finished || choice.FinishReason != ""
+			// An answer may be empty: a model can end it with its first token.
+			text := cmp.Or(choice.Delta.Content, choice.Delta.Reasoning, choice.Delta.ReasoningContent)
+			if result.FirstToken == 0 && (text != "" || finished) {
 				result.FirstToken = time.Since(sent)
 			}
 			answer.WriteString(choice.Delta.Content)

@@ -51,6 +51,7 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	for _, piece := range []string{"Answer ", fmt.Sprint(turn), "."} {
 		fmt.Fprintf(w, `data: {"choices":[{"delta":{"content":%q}}]}`+"\n\n", piece)
 	}
+	fmt.Fprint(w, `data: {"choices":[{"delta":{},"finish_reason":"stop"}]}`+"\n\n")
 	fmt.Fprintf(w, `data: {"choices":[],"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":%d}}}`+"\n\n", 10*turn)
 	fmt.Fprint(w, "data: [DONE]\n\n")
 }
@@ -109,14 +110,14 @@ func TestHistoryGrowsByWhatWasReceived(t *testing.T) {
 	}
 }
 
-func TestFirstTokenIsTheFirstText(t *testing.T) {
-	for _, field := range []string{"content", "reasoning", "reasoning_content"} {
+func TestFirstTokenIsTheFirstTextOrTheEnd(t *testing.T) {
+	for _, field := range []string{"content", "reasoning", "reasoning_content", "nothing"} {
 		const delay = 50 * time.Millisecond
 		p := start(t, &engine{hook: func(w http.ResponseWriter, _ *http.Request, _ int) bool {
 			fmt.Fprint(w, `data: {"choices":[{"delta":{"role":"assistant","content":""}}]}`+"\n\n")
 			w.(http.Flusher).Flush()
 			time.Sleep(delay) // what is measured, not a synchronisation
-			fmt.Fprintf(w, `data: {"choices":[{"delta":{%q:"x"}}]}`+"\n\ndata: [DONE]\n\n", field)
+			fmt.Fprintf(w, `data: {"choices":[{"delta":{%q:"x"},"finish_reason":"length"}]}`+"\n\ndata: [DONE]\n\n", field)
 			return true
 		}})
 		results := p.Play(t.Context(), script(1))
@@ -138,7 +139,10 @@ func TestFailuresAreCountedAndEndTheConversation(t *testing.T) {
 		"truncated": {func(w http.ResponseWriter) {
 			fmt.Fprint(w, `data: {"choices":[{"delta":{"content":"x"}}]}`+"\n\n")
 		}, "the stream ended before [DONE]"},
-		"empty":   {func(w http.ResponseWriter) { fmt.Fprint(w, "data: [DONE]\n\n") }, "the answer is empty"},
+		"aborted": {func(w http.ResponseWriter) {
+			fmt.Fprint(w, `data: {"choices":[{"delta":{"content":"x"},"finish_reason":"abort"}]}`+"\n\ndata: [DONE]\n\n")
+		}, "the engine aborted the answer"},
+		"empty":   {func(w http.ResponseWriter) { fmt.Fprint(w, "data: [DONE]\n\n") }, "the answer has no finish_reason"},
 		"garbage": {func(w http.ResponseWriter) { fmt.Fprint(w, "data: {\n\n") }, "unreadable event in the stream: unexpected end of JSON input"},
 		"cut":     {func(w http.ResponseWriter) { w.(http.Flusher).Flush(); panic(http.ErrAbortHandler) }, "unexpected EOF"},
 	} {

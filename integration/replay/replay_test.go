@@ -305,15 +305,10 @@ func TestSources(t *testing.T) {
 
 func TestGeneratedTrace(t *testing.T) {
 	t.Parallel()
-	out, errOut, err := replay(t, "", "--json")
-	if err != nil || !strings.Contains(errOut, "--seed 1") {
-		t.Fatalf("error %v, standard error %q", err, errOut)
-	}
-	if again, _, _ := replay(t, "", "--json"); again != out {
-		t.Error("the same command gave another result")
-	}
-	if other, _, _ := replay(t, "", "--json", "--seed", "2"); other == out {
-		t.Error("another seed gave the same result")
+	all := results(t, "")
+	again := results(t, "", "--strategy", "cache_aware")
+	if len(all) != 3 || !reflect.DeepEqual(all[0], again[0]) {
+		t.Errorf("the same strategy and trace gave %+v and %+v", all, again)
 	}
 
 	// What is generated must be a trace that could have been read.
@@ -328,6 +323,9 @@ func TestGeneratedTrace(t *testing.T) {
 	read, err := readTrace(t.Context(), strings.NewReader(lines(t, requests)))
 	if err != nil || !reflect.DeepEqual(read, generated) {
 		t.Errorf("the generated trace reads as another one, or not: %v", err)
+	}
+	if other, err := generateTrace(2); err != nil || reflect.DeepEqual(other, generated) {
+		t.Errorf("another seed gave the same trace, or %v", err)
 	}
 	perSecond := float64(len(requests)) / genSeconds
 	mean := float64(generated.promptTokens) / float64(len(requests))
@@ -395,7 +393,7 @@ func TestErrors(t *testing.T) {
 	if _, _, err := replay(t, "", filepath.Join(t.TempDir(), "missing")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a missing file: %v", err)
 	}
-	if err := Run(t.Context(), defaults(), nil, nil, brokenWriter{}, io.Discard); !errors.Is(err, io.ErrClosedPipe) {
+	if err := Run(t.Context(), defaults(), []string{"-"}, strings.NewReader(smallTrace), brokenWriter{}, io.Discard); !errors.Is(err, io.ErrClosedPipe) {
 		t.Errorf("output that cannot be written: %v", err)
 	}
 }
@@ -411,10 +409,13 @@ func TestInterrupted(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	for name, args := range map[string][]string{"while reading": {"-"}, "while replaying": nil} {
-		var out bytes.Buffer
-		err := Run(ctx, defaults(), args, strings.NewReader(smallTrace), &out, io.Discard)
+		var out, errOut bytes.Buffer
+		err := Run(ctx, defaults(), args, strings.NewReader(smallTrace), &out, &errOut)
 		if !errors.Is(err, context.Canceled) || out.Len() > 0 {
 			t.Errorf("%s: error %v, output %q", name, err, out.String())
+		}
+		if generated := strings.Contains(errOut.String(), "--seed 1"); generated != (args == nil) {
+			t.Errorf("%s: standard error %q", name, errOut.String())
 		}
 	}
 }
