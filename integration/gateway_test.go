@@ -35,10 +35,14 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// binary builds a Caddy with Rolter, once, with the race detector when the tests run with it.
+// binary builds a Caddy with Rolter, once, with the race detector when the tests run with it. ROLTER_BINARY names another one to test, such as one
+// that xcaddy built.
 func binary(t testing.TB) string {
 	t.Helper()
 	buildOnce.Do(func() {
+		if binaryPath = os.Getenv("ROLTER_BINARY"); binaryPath != "" {
+			return
+		}
 		binaryPath = filepath.Join(binaryDir, "rolter")
 		args := []string{"build", "-o", binaryPath}
 		if raceEnabled {

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"runtime/metrics"
 	"sync"
 	"time"
 
@@ -178,13 +179,25 @@ func (usageAPI) CaddyModule() caddy.ModuleInfo {
 func (usageAPI) Routes() []caddy.AdminRoute {
 	return []caddy.AdminRoute{
 		{Pattern: "/bench/cpu", Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
-			used, err := cpuTime()
-			return errors.Join(err, json.NewEncoder(w).Encode(used))
+			total, err := cpuTime()
+			return errors.Join(err, json.NewEncoder(w).Encode(cpuUsage{total, gcTime()}))
 		})},
 		{Pattern: "/bench/memory", Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
 			return json.NewEncoder(w).Encode(readMemory())
 		})},
 	}
+}
+
+// cpuUsage is the CPU time that a process has used.
+type cpuUsage struct {
+	Total time.Duration // user and system time
+	GC    time.Duration // what of it garbage collection took, as Go's runtime estimates it
+}
+
+func gcTime() time.Duration {
+	sample := []metrics.Sample{{Name: "/cpu/classes/gc/total:cpu-seconds"}}
+	metrics.Read(sample)
+	return time.Duration(sample[0].Value.Float64() * float64(time.Second))
 }
 
 var _ caddy.AdminRouter = (*usageAPI)(nil)

@@ -25,6 +25,7 @@ type workload struct {
 type series struct {
 	variant string
 	cpu     []time.Duration // a request, by round
+	gc      time.Duration   // of all requests
 	outcome
 }
 
@@ -78,47 +79,47 @@ func (w *workload) takeTurn(ctx context.Context, d *door, s *series) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	s.cpu = append(s.cpu, (after-before)/time.Duration(o.requests))
+	s.cpu = append(s.cpu, (after.Total-before.Total)/time.Duration(o.requests))
+	s.gc += after.GC - before.GC
 	s.outcome.add(o)
 	s.outcome.add(outcome{errors: warmUp.errors, err: warmUp.err})
 	return nil
 }
 
 // cpu is the CPU time that the door's Caddy has used.
-func (d *door) cpu(ctx context.Context) (used time.Duration, err error) {
+func (d *door) cpu(ctx context.Context) (used cpuUsage, err error) {
 	if d.admin == "" {
-		return 0, nil
+		return used, nil
 	}
 	return used, d.read(ctx, "/bench/cpu", &used)
 }
 
-// profile writes a CPU profile of one variant for each workload.
-func (l *lab) profile(ctx context.Context, workloads []*workload, name string) error {
-	for _, d := range l.doors {
-		if d.name != name {
-			continue
+// profileTime is how long a profile is taken.
+const profileTime = 10 * time.Second
+
+// profile takes a CPU profile of a door's Caddy while it serves the workload.
+func (w *workload) profile(ctx context.Context, d *door) error {
+	c := newClients(d, w.prompts)
+	defer c.close()
+	var o outcome
+	sending, stop := context.WithCancel(ctx)
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		for sending.Err() == nil {
+			o.add(c.send(ctx, w.turn))
 		}
-		for _, w := range workloads {
-			sending, stop := context.WithCancel(ctx)
-			stopped := make(chan struct{})
-			go func() {
-				defer close(stopped)
-				c := newClients(d, w.prompts)
-				defer c.close()
-				for sending.Err() == nil {
-					c.send(ctx, w.turn)
-				}
-			}()
-			profile, err := d.get(ctx, "/debug/pprof/profile?seconds=10")
-			stop()
-			<-stopped
-			if err != nil {
-				return err
-			}
-			if err := os.WriteFile(name+"-"+w.size+".pprof", profile, 0o644); err != nil {
-				return err
-			}
-		}
+	}()
+	profile, err := d.get(ctx, fmt.Sprintf("/debug/pprof/profile?seconds=%.0f", profileTime.Seconds()))
+	stop()
+	<-stopped
+	if err == nil {
+		err = o.err
 	}
-	return nil
+	if err != nil {
+		return err
+	}
+	file := d.name + "-" + w.size + ".pprof"
+	fmt.Fprintf(os.Stderr, "%s: %d requests\n", file, o.requests)
+	return os.WriteFile(file, profile, 0o644)
 }

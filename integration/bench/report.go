@@ -25,6 +25,8 @@ type variantReport struct {
 	Variant string `json:"variant"`
 	// CPU is the CPU time of the Caddy process a request (or stream), in µs.
 	CPU *spread `json:"cpu_us,omitempty"`
+	// GC is the mean of what garbage collection takes of it.
+	GC float64 `json:"gc_us,omitempty"`
 	// Ratio is that of CPU to plain's in the same round, Overall that of the sums over all rounds.
 	Ratio   *spread `json:"ratio,omitempty"`
 	Overall float64 `json:"ratio_overall,omitempty"`
@@ -91,7 +93,7 @@ func (w *workload) report() workloadReport {
 					ratio = append(ratio, float64(used)/float64(base.cpu[i]))
 				}
 			}
-			v.CPU = newSpread(cpu)
+			v.CPU, v.GC = newSpread(cpu), s.gc.Seconds()*1e6/float64(s.requests)
 			if base != nil {
 				v.Ratio, v.Overall = newSpread(ratio), float64(sum)/float64(total(base.cpu))
 			}
@@ -123,11 +125,11 @@ func (r report) write(out io.Writer) error {
 		if w.Size == streamSize {
 			title = fmt.Sprintf("streams of %d events, %v apart", streamEvents, streamPace)
 		}
-		fmt.Fprintf(t, "%s\n\tCPU µs\tquartiles\t× plain\tquartiles\toverall\treq/s\tp50 ms\tp99 ms\tevent µs\terrors\tdecisions\n", title)
+		fmt.Fprintf(t, "%s\n\tCPU µs\tquartiles\tGC µs\t× plain\tquartiles\toverall\treq/s\tp50 ms\tp99 ms\tevent µs\terrors\tdecisions\n", title)
 		for _, v := range w.Variants {
-			cpu, ratio, overall, delay := "-\t-", "-\t-", "-", "-"
+			cpu, ratio, overall, delay := "-\t-\t-", "-\t-", "-", "-"
 			if v.CPU != nil {
-				cpu = fmt.Sprintf("%.0f\t%.0f–%.0f", v.CPU.Median, v.CPU.Low, v.CPU.High)
+				cpu = fmt.Sprintf("%.0f\t%.0f–%.0f\t%.1f", v.CPU.Median, v.CPU.Low, v.CPU.High, v.GC)
 			}
 			if v.Ratio != nil {
 				ratio = fmt.Sprintf("%.3f\t%.3f–%.3f", v.Ratio.Median, v.Ratio.Low, v.Ratio.High)
