@@ -131,3 +131,14 @@ func (r *bodyReader) Close() error {
 	}
 	return nil
 }
+
+// onceBody is a body that is not kept, and so cannot be sent again once it has been read from.
+type onceBody struct {
+	io.ReadCloser
+	begun atomic.Bool
+}
+
+func (b *onceBody) Read(p []byte) (int, error) {
+	b.begun.Store(true)
+	return b.ReadCloser.Read(p)
+}

@@ -24,6 +24,10 @@ func (e apiError) Error() string { return e.message }
 // reject answers with an error. It never carries what another client or the operator would not want to be read.
 func reject(w http.ResponseWriter, r *http.Request, e apiError) error {
 	countRejected(e.status)
+	if r.ProtoMajor == 1 && r.Header.Get("Expect") != "" {
+		// The body was not read. The server would wait for some of it before it sends the answer, and the client waits for the answer.
+		w.Header().Set("Connection", "close")
+	}
 	type object struct {
 		Message string  `json:"message"`
 		Type    string  `json:"type"`

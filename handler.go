@@ -207,8 +207,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 func (h *Handler) read(w http.ResponseWriter, r *http.Request, q *request) (*Route, error) {
 	r.Header.Del(tokenIDsHeader)
 	if caddyhttp.IsIncremental(r.Header) {
-		// The client asked that nobody holds the body back. It can be had only where the body does not decide where it goes.
-		if h.byDefault == nil {
+		// The client asked that nobody holds the body back. It can be had only where the body neither decides where it goes nor is changed.
+		if h.byDefault == nil || h.byDefault.renames {
 			return nil, apiError{http.StatusNotImplemented, "invalid_request_error", "incremental_refused", "", "the model cannot be read from an incremental request"}
 		}
 		countNoPrompt("incremental")

@@ -28,7 +28,8 @@ type request struct {
 	counters *decisionCounters
 	logger   *zap.Logger
 
-	body   *buffer // nil when the body was not read
+	body   *buffer   // nil when the body was not read:
+	stream *onceBody // then it goes to the first replica that reads of it
 	parser *prompt.Parser
 	parsed *prompt.Body // valid as long as parser is held
 	model  string       // that the client asked for
@@ -161,6 +162,9 @@ type choice struct {
 // choose picks an upstream for the next attempt and reserves it. It returns its index in the pool, or -1.
 func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*member, weight func(int) float64, r *http.Request, w http.ResponseWriter) int {
 	q.lease.Release() // the attempt before has failed, or we would not be asked again
+	if q.stream != nil && r.Body == q.stream && q.stream.begun.Load() {
+		return -1 // what is left of the body is not the request
+	}
 	s := scratches.Get().(*scratch)
 	defer func() {
 		clear(s.candidates)
@@ -319,7 +323,14 @@ func (q *request) partsFor(model string) [][]byte {
 
 // resend puts a fresh body on the request that is about to be proxied.
 func (q *request) resend(r *http.Request, parts [][]byte) {
-	if q.body == nil || r.Body == nil {
+	if r.Body == nil {
+		return
+	}
+	if q.body == nil {
+		if r.Body != q.stream {
+			q.stream = &onceBody{ReadCloser: r.Body}
+			r.Body = q.stream
+		}
 		return
 	}
 	body, err := q.body.reader(parts)

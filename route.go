@@ -48,6 +48,7 @@ type Route struct {
 	counters     *decisionCounters
 	rewritesPath bool // some provider has a path
 	setsKeys     bool // some provider has a key
+	renames      bool // some target has another name for the model
 	proxying     bool // the proxy was provisioned
 	logger       *zap.Logger
 }
@@ -125,6 +126,7 @@ func (rt *Route) findProviders(h *Handler) error {
 			return fmt.Errorf("target %q: api_base %q: all targets of a route must have the same scheme (%s)", t.Provider, redactedURL(t.provider.APIBase), first.scheme)
 		}
 		rt.rewritesPath = rt.rewritesPath || t.provider.path != ""
+		rt.renames = rt.renames || t.Model != ""
 		rt.setsKeys = rt.setsKeys || t.provider.APIKey != ""
 	}
 	return nil

@@ -22,7 +22,7 @@ import (
 // name it, and goes when the last of them is unloaded.
 var (
 	// loads are the requests in flight at every address.
-	loads = selection.NewLoads()
+	loads = selection.NewLoads(nil)
 
 	// prefixPools holds a *prefixPool for each route, and one for all policies that stand alone.
 	prefixPools = caddy.NewUsagePool()

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -312,15 +313,19 @@ func burst(t *testing.T, g *gateway, stubs []*stub, n int, body func(i int) stri
 		})
 		defer s.answers(completion)
 	}
-	var wg sync.WaitGroup
+	var (
+		wg     sync.WaitGroup
+		failed atomic.Bool
+	)
 	for i := range n {
 		wg.Go(func() {
 			if answer, err := g.try(chatPath, body(i)); err != nil || answer.status != http.StatusOK {
 				t.Errorf("request %d: status %d, %v", i, answer.status, err)
+				failed.Store(true)
 			}
 		})
 	}
-	g.waitFor("all requests to arrive", func() bool { return total(counts(stubs))-total(before) == n || t.Failed() })
+	g.waitFor("all requests to arrive", func() bool { return total(counts(stubs))-total(before) == n || failed.Load() })
 	got := counts(stubs)
 	close(release)
 	wg.Wait()

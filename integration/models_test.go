@@ -9,7 +9,7 @@ import (
 
 func TestModels(t *testing.T) {
 	stubs := newStubs(t, 1, nil)
-	g := startGateway(t, rolterFor(stubs, route("llama", "", stubs...), route("org/qwen-2.5", "", stubs...))+"respond \"next handler\" 418\n")
+	g := startGateway(t, "route {\n"+rolterFor(stubs, route("llama", "", stubs...), route("org/qwen-2.5", "", stubs...))+"respond \"next handler\" 418\n}\n")
 	ask := func(t *testing.T, method, path, body string) reply {
 		t.Helper()
 		answer, err := do(testClient, newRequest(t.Context(), method, g.URL+path, strings.NewReader(body)))

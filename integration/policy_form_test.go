@@ -267,6 +267,11 @@ func TestPolicyReservationAndRecord(t *testing.T) {
 func TestPolicyLetsThroughWhatItDoesNotRead(t *testing.T) {
 	stubs := newStubs(t, 2, nil)
 	g := startGateway(t, explained+policySite("lb_policy rolter {\nmax_body 10KB\n}", stubs...))
+	reload := func(site string) error {
+		// The connections of the configuration before are closed when it goes.
+		defer testClient.CloseIdleConnections()
+		return g.load(site)
+	}
 	last := func() stubRequest {
 		t.Helper()
 		var all []stubRequest
@@ -330,7 +335,7 @@ func TestPolicyLetsThroughWhatItDoesNotRead(t *testing.T) {
 			_, _ = fmt.Fprint(w, 1000+n)
 		}))
 		defer engine.Close()
-		if err := g.load("reverse_proxy " + engine.URL + " {\nlb_policy rolter {\nmax_body 10KB\n}\n}\n"); err != nil {
+		if err := reload("reverse_proxy " + engine.URL + " {\nlb_policy rolter {\nmax_body 10KB\n}\n}\n"); err != nil {
 			t.Fatal(err)
 		}
 		in, out := io.Pipe()
@@ -351,7 +356,7 @@ func TestPolicyLetsThroughWhatItDoesNotRead(t *testing.T) {
 	})
 
 	t.Run("an empty pool", func(t *testing.T) {
-		if err := g.load(policySite("lb_policy rolter\ndynamic multi {\n}")); err != nil {
+		if err := reload(policySite("lb_policy rolter\ndynamic multi {\n}")); err != nil {
 			t.Skipf("no such pool can be configured: %v", err)
 		}
 		for _, body := range []string{asks("m", "hi"), ""} {

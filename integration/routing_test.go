@@ -234,6 +234,61 @@ func TestKeysOfTargets(t *testing.T) {
 	}
 }
 
+// Every attempt is made for its own target: model name and path of an attempt before must not stick.
+func TestRetryIsMadeForItsTarget(t *testing.T) {
+	stubs := newStubs(t, 4, nil)
+	config := fmt.Sprintf(`rolter {
+		provider a http://%s/one
+		provider b http://%s
+		provider c http://%s/three/v1
+		provider d http://%s
+		route m {
+			strategy first
+			target a long/name-of-the-first
+			target b
+			target c c
+			target d m
+			reverse_proxy {
+				fail_duration 10ms
+			}
+		}
+	}`, stubs[0].addr, stubs[1].addr, stubs[2].addr, stubs[3].addr)
+	g := startGateway(t, config)
+	for _, s := range stubs[:3] {
+		s.answers(says(503, "{}"))
+	}
+	for _, body := range []string{
+		"{\"model\" : \"m\" , \"messages\":[ ]}\n",
+		"{\"messages\":[],\"x\":\"model\",\"model\":\"\\u006d\"}",
+	} {
+		before := counts(stubs)
+		if answer := g.served("/prefix"+chatPath+"?q=%2F", body); answer.target != "d" {
+			t.Errorf("served by %q, want d", answer.target)
+		}
+		at := strings.LastIndex(body, `"model"`) + len(`"model"`)
+		start := at + strings.Index(body[at:], `"`)
+		end := start + 1 + strings.Index(body[start+1:], `"`) + 1
+		for i, want := range []struct{ name, path string }{
+			{`"long/name-of-the-first"`, "/one/prefix/v1/chat/completions?q=%2F"},
+			{body[start:end], "/prefix/v1/chat/completions?q=%2F"},
+			{`"c"`, "/three/v1/prefix/v1/chat/completions?q=%2F"},
+			{body[start:end], "/prefix/v1/chat/completions?q=%2F"},
+		} {
+			all := stubs[i].received()
+			if len(all) != before[i]+1 {
+				t.Fatalf("%s received %d requests, want 1", stubs[i].name, len(all)-before[i])
+			}
+			got := all[before[i]]
+			if wantBody := body[:start] + want.name + body[end:]; got.body != wantBody || got.length != int64(len(wantBody)) {
+				t.Errorf("%s received %q (length %d), want %q", stubs[i].name, got.body, got.length, wantBody)
+			}
+			if got.uri != want.path {
+				t.Errorf("%s received path %s, want %s", stubs[i].name, got.uri, want.path)
+			}
+		}
+	}
+}
+
 func TestHeadersOfTheClientPass(t *testing.T) {
 	stubs := newStubs(t, 1, nil)
 	g := startGateway(t, rolterFor(stubs, route("m", "", stubs...)))
@@ -371,7 +426,7 @@ func TestExpectContinue(t *testing.T) {
 // Requests that are none of the API are not ours.
 func TestOtherRequestsGoToTheNextHandler(t *testing.T) {
 	stubs := newStubs(t, 1, nil)
-	g := startGateway(t, rolterFor(stubs, route("m", "", stubs...))+"respond \"next handler\" 200\n")
+	g := startGateway(t, "route {\n"+rolterFor(stubs, route("m", "", stubs...))+"respond \"next handler\" 200\n}\n")
 	for _, c := range []struct{ method, path string }{
 		{http.MethodGet, "/"},
 		{http.MethodGet, "/health"},

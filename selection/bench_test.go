@@ -25,7 +25,7 @@ func BenchmarkPick(b *testing.B) {
 				}
 				tree := trie.New()
 				tree.SetLimits(trie.Limits{MaxBytes: 64 << 20})
-				loads, prefixes := selection.NewLoads(), selection.NewPrefixes(tree)
+				loads, prefixes := selection.NewLoads(nil), selection.NewPrefixes(tree)
 				strategy := &selection.CacheAware{
 					Loads: loads, Prefixes: prefixes,
 					Threshold: selection.DefaultThreshold, OverloadMargin: selection.DefaultOverloadMargin, OverloadRatio: selection.DefaultOverloadRatio,
@@ -71,7 +71,7 @@ func BenchmarkPick(b *testing.B) {
 
 // BenchmarkPickInParallel is the same under contention, by goroutines that hold their replica for no time.
 func BenchmarkPickInParallel(b *testing.B) {
-	loads, prefixes := selection.NewLoads(), selection.NewPrefixes(trie.New())
+	loads, prefixes := selection.NewLoads(nil), selection.NewPrefixes(trie.New())
 	strategy := &selection.CacheAware{Loads: loads, Prefixes: prefixes, Threshold: 0.5, OverloadMargin: 2, OverloadRatio: 1.5}
 	var all []selection.Candidate
 	for i := range 64 {

@@ -1,5 +1,10 @@
 package selection
 
+import (
+	"math"
+	"time"
+)
+
 // Defaults of [CacheAware].
 const (
 	DefaultThreshold      = 0.5
@@ -36,7 +41,7 @@ func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (D
 	s.Prefixes.mu.Lock()
 	defer s.Prefixes.mu.Unlock()
 	views := s.look(req, candidates, counted)
-	d, ok := s.choose(candidates, views, lease)
+	d, ok := s.choose(candidates, views, tolerance(counted), lease)
 	if !ok {
 		return d, false
 	}
@@ -50,11 +55,17 @@ func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (D
 
 // view is what a candidate holds of a prompt.
 type view struct {
-	slot    int
-	matched int  // counted bytes
-	clears  bool // the candidate is a holder
-	reaches bool // by the share alone
+	slot      int
+	matched   int  // counted bytes
+	clears    bool // the candidate is a holder
+	reaches   bool // by the share alone
+	continues bool // the candidate was sent this prompt or one that it continues,
+	turn      bool // which is shorter: the prompt is a further turn of a conversation
 }
+
+// tolerance is how many bytes of a prompt may be held more or less without a difference to the engine, which reuses whole blocks: 16 tokens, about 64 bytes,
+// and no more than 1/64 of the prompt.
+func tolerance(counted int) int { return min(64, counted/64) }
 
 // look says what every candidate holds. The caller holds the lock of the prefixes, as long as it uses the result.
 func (s *CacheAware) look(req *Request, candidates []Candidate, counted int) []view {
@@ -67,6 +78,7 @@ func (s *CacheAware) look(req *Request, candidates []Candidate, counted int) []v
 			v.matched = min(max(m.Bytes-req.Lead, 0), counted)
 			v.reaches = float64(v.matched) >= s.Threshold*float64(counted)
 			v.clears = v.reaches || m.Continues
+			v.continues, v.turn = m.Continues, m.Continues && m.Bytes < len(req.Text)
 		}
 		views = append(views, v)
 	}
@@ -74,15 +86,13 @@ func (s *CacheAware) look(req *Request, candidates []Candidate, counted int) []v
 	return views
 }
 
-// choose picks and reserves. The caller holds the lock of the prefixes.
-func (s *CacheAware) choose(candidates []Candidate, views []view, lease *Lease) (Decision, bool) {
+// choose picks and reserves. Holders whose shares differ by no more than tolerance bytes are equals, unless one has served the prompt before. The caller
+// holds the lock of the prefixes.
+func (s *CacheAware) choose(candidates []Candidate, views []view, tolerance int, lease *Lease) (Decision, bool) {
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
 
-	// Prompts are counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch
-	// off: the spread over idle replicas would be uneven.
-	fewerPrompts := func(i, j int) int { return s.prompts(views[i].slot) - s.prompts(views[j].slot) }
-	holder, least, open := -1, 0, 0
+	most, least, open := 0, 0, 0
 	for i := range candidates {
 		c := &candidates[i]
 		if c.full() {
@@ -92,23 +102,47 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, lease *Lease) 
 			least = load
 		}
 		open++
-		if !views[i].clears {
-			continue
-		}
-		if holder < 0 || views[i].matched > views[holder].matched ||
-			views[i].matched == views[holder].matched && preferred(candidates, i, holder, fewerPrompts) {
-			holder = i
+		if views[i].clears {
+			most = max(most, views[i].matched)
 		}
 	}
 	if open == 0 {
 		return Decision{}, false
+	}
+	// Prompts are counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch
+	// off: the spread over idle replicas would be uneven.
+	fewerPrompts := func(i, j int) int { return s.prompts(views[i].slot) - s.prompts(views[j].slot) }
+	holder := -1
+	for i := range candidates {
+		v := &views[i]
+		if candidates[i].full() || !v.clears || v.matched < most-tolerance {
+			continue
+		}
+		if holder < 0 {
+			holder = i
+			continue
+		}
+		h := &views[holder]
+		switch {
+		case v.continues != h.continues:
+			if v.continues {
+				holder = i
+			}
+		case v.continues && v.matched != h.matched:
+			if v.matched > h.matched {
+				holder = i
+			}
+		case preferred(candidates, i, holder, fewerPrompts):
+			holder = i
+		}
 	}
 
 	d := Decision{Index: holder, Reason: ReasonCache}
 	switch {
 	case holder < 0:
 		d.Reason = ReasonCold
-	case s.overloaded(candidates[holder].load(), least):
+	case s.overloaded(candidates[holder].load(), float64(least)) &&
+		!(views[holder].turn && !s.overloaded(candidates[holder].load(), leastRecent(candidates, s.Loads.clock()))):
 		d.Reason = ReasonOverloaded
 	case !views[holder].reaches:
 		d.Reason = ReasonContinuation
@@ -133,8 +167,21 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, lease *Lease) 
 }
 
 // overloaded says whether a holder with this load should be spared, given the least load of all candidates.
-func (s *CacheAware) overloaded(load, least int) bool {
-	return load > least+s.OverloadMargin && float64(load) > s.OverloadRatio*float64(least)
+func (s *CacheAware) overloaded(load int, least float64) bool {
+	return float64(load) > least+float64(s.OverloadMargin) && float64(load) > s.OverloadRatio*least
+}
+
+// leastRecent is the least load of all candidates over the last moments. A further turn is spared only against that: when many
+// conversations get their answers at the same time, some are back before the others, and a replica without requests is not idle then. To
+// move a conversation costs all of its past. The caller holds the mutex of the loads.
+func leastRecent(candidates []Candidate, now time.Duration) float64 {
+	least := math.Inf(1)
+	for i := range candidates {
+		if c := &candidates[i]; !c.full() {
+			least = min(least, c.recent(now))
+		}
+	}
+	return least
 }
 
 // prompts is how many prompts are recorded in a slot.

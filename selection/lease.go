@@ -49,7 +49,7 @@ func (l *Lease) Release() {
 	}
 	loads := load.loads
 	loads.mu.Lock()
-	load.inFlight--
+	load.ended()
 	loads.forget(load)
 	loads.mu.Unlock()
 }

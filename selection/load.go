@@ -4,11 +4,13 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 )
 
 // Loads counts the requests in flight by replica address, for every route and policy of the process. The mutex is also the
 // critical section in which a pick reads the loads and reserves: two picks never see the same load.
 type Loads struct {
+	clock func() time.Duration
 	mu    sync.Mutex
 	byKey map[string]*Load
 	picks uint64 // counts picks, for the rotation among equals
@@ -23,10 +25,18 @@ type Load struct {
 	inFlight   int
 	refs       int // configurations that know the address
 	lastPicked uint64
+	peak       float64       // of inFlight,
+	peakAt     time.Duration // at this time
 }
 
-// NewLoads returns an empty registry.
-func NewLoads() *Loads { return &Loads{byKey: make(map[string]*Load)} }
+// NewLoads returns an empty registry. clock tells the time since some moment; nil is the real one.
+func NewLoads(clock func() time.Duration) *Loads {
+	if clock == nil {
+		start := time.Now()
+		clock = func() time.Duration { return time.Since(start) }
+	}
+	return &Loads{clock: clock, byKey: make(map[string]*Load)}
+}
 
 // Acquire returns the load of an address, which stays registered until as many Release calls and until nothing is in flight.
 func (l *Loads) Acquire(key string) *Load {
@@ -83,6 +93,27 @@ func (l *Loads) Snapshot() []AddressLoad {
 
 // load is the candidate's requests in flight. The caller holds the registry's mutex.
 func (c *Candidate) load() int { return max(c.Load.inFlight, c.Floor) }
+
+// peakFades is how long the peak of a load counts, less and less.
+const peakFades = 500 * time.Millisecond
+
+// ended takes a request off. The caller holds the registry's mutex.
+func (l *Load) ended() {
+	now := l.loads.clock()
+	l.peak, l.peakAt = max(float64(l.inFlight), l.faded(now)), now
+	l.inFlight--
+}
+
+// faded is what is left of the peak.
+func (l *Load) faded(now time.Duration) float64 {
+	return l.peak * max(0, 1-float64(now-l.peakAt)/float64(peakFades))
+}
+
+// recent is the candidate's load, or what is left of an earlier higher one: a replica whose requests ended a moment ago is about to get the next
+// turns of their conversations. The caller holds the registry's mutex.
+func (c *Candidate) recent(now time.Duration) float64 {
+	return max(float64(c.load()), c.Load.faded(now))
+}
 
 // full says that the candidate must not get another request. The caller holds the registry's mutex.
 func (c *Candidate) full() bool { return c.Limit > 0 && c.load() >= c.Limit }

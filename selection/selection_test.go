@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync"
 	"testing"
+	"time"
 )
 
 // naiveIndex is a PrefixIndex that keeps every prompt as it is.
@@ -82,8 +83,10 @@ type fleet struct {
 	all      []Candidate
 }
 
-func newFleet(t testing.TB, n int) *fleet {
-	f := &fleet{t: t, loads: NewLoads(), prefixes: NewPrefixes(newNaiveIndex())}
+func newFleet(t testing.TB, n int) *fleet { return newFleetAt(t, n, nil) }
+
+func newFleetAt(t testing.TB, n int, clock func() time.Duration) *fleet {
+	f := &fleet{t: t, loads: NewLoads(clock), prefixes: NewPrefixes(newNaiveIndex())}
 	f.strategy = &CacheAware{
 		Loads: f.loads, Prefixes: f.prefixes,
 		Threshold: DefaultThreshold, OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio,
@@ -443,7 +446,7 @@ func TestAMemberThatLeftIsForgotten(t *testing.T) {
 }
 
 func TestAnAddressIsForgottenWhenNothingIsLeft(t *testing.T) {
-	loads := NewLoads()
+	loads := NewLoads(nil)
 	load := loads.Acquire("a")
 	lease := new(Lease)
 	(LeastLoad{loads}).Pick(&Request{}, []Candidate{{Load: load}}, lease)
@@ -492,5 +495,60 @@ func TestLeasesUnderRace(t *testing.T) {
 	wg.Wait()
 	if f.inFlight() != 0 {
 		t.Errorf("%d in flight", f.inFlight())
+	}
+}
+
+// Thirty conversations get their answers at the same time, and some are back before the others: a replica that has nothing to do for a moment is
+// not idle, and nobody moves there. One that has been idle for long is.
+func TestAFurtherTurnIsNotMovedByAWave(t *testing.T) {
+	for _, tc := range []struct {
+		pause time.Duration
+		want  Reason
+	}{{10 * time.Millisecond, ReasonCache}, {time.Second, ReasonOverloaded}} {
+		now := time.Duration(0)
+		f := newFleetAt(t, 3, func() time.Duration { return now })
+		f.warm(0, text("a conversation, "))
+		var ended []*Lease
+		for i := range 30 {
+			lease := new(Lease)
+			(LeastLoad{f.loads}).Pick(&Request{}, f.all[i%3:i%3+1], lease)
+			ended = append(ended, lease)
+		}
+		for _, lease := range ended {
+			lease.Release()
+		}
+		now += tc.pause
+		f.load(4, 0, 0) // those of replica 0 are back first
+		if _, d, _ := f.pick(text("a conversation, continued")); d.Reason != tc.want {
+			t.Errorf("after %v: %s, want %s", tc.pause, d.Reason, tc.want)
+		}
+		// To begin another conversation behind the same words is nothing that would be lost elsewhere.
+		if _, d, _ := f.pick(text("a conversation, ")); d.Reason != ReasonOverloaded {
+			t.Errorf("the same prompt again after %v: %s, want overloaded", tc.pause, d.Reason)
+		}
+	}
+}
+
+func TestHoldersWithinABlockAreEquals(t *testing.T) {
+	system := string(bytes.Repeat([]byte("s"), 6400))
+	f := newFleet(t, 2)
+	f.warm(0, text(system+"first question of somebody"))
+	f.warm(1, text(system+"second question"))
+	f.load(1, 0)
+	if got, _, _ := f.pick(text(system + "first question of another")); got != 1 {
+		t.Error("a few bytes more outweighed a request in flight")
+	}
+	if got, d, _ := f.pick(text(system + "first question of somebody")); got != 0 || d.Reason != ReasonCache {
+		t.Errorf("replica %d for %s, want the one that has served this very prompt", got, d.Reason)
+	}
+	if got, _, _ := f.pick(text(system + "first question of somebody, answer, and a further turn")); got != 0 {
+		t.Error("a conversation moved")
+	}
+	f = newFleet(t, 2)
+	f.warm(0, text("thirty bytes of a short prompt, a"))
+	f.warm(1, text("thirty bytes of a short prompt, bc"))
+	f.load(1, 0)
+	if got, _, _ := f.pick(text("thirty bytes of a short prompt, ad")); got != 0 {
+		t.Error("in a short prompt every byte counts")
 	}
 }

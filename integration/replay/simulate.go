@@ -30,7 +30,7 @@ type attempt struct {
 func simulate(ctx context.Context, t *trace, strategy string, opts Options) ([]attempt, error) {
 	s := new(simulation)
 	w := world{
-		loads:    selection.NewLoads(),
+		loads:    selection.NewLoads(func() time.Duration { return s.now }),
 		prefixes: selection.NewPrefixes(trie.New()),
 		replicas: opts.Replicas,
 		now:      func() time.Time { return time.Unix(0, 0).Add(s.now) },
