@@ -31,6 +31,9 @@ func (w Why) String() string {
 	return "unknown"
 }
 
+// MaxModelSpans is how many times a body may name its model. One that does it a million times is there to take memory.
+const MaxModelSpans = 64
+
 // Body is what a request's body says. Its slices belong to the [Parser].
 type Body struct {
 	// Model is the decoded value of the top-level "model". Of several the last decides, as in Python's json, which
@@ -40,7 +43,8 @@ type Body struct {
 	HasModel bool
 	// ModelSpans are the values of every top-level "model", in order, strings with their quotes. Values that are no
 	// strings are among them: who replaces all of them knows which model the engine sees, whichever it takes.
-	// For an unparsable body these are the ones ahead of the first error.
+	// For an unparsable body these are the ones ahead of the first error. A body with more than [MaxModelSpans] of them
+	// counts as unparsable, and must not be passed on: the rest of them is not here.
 	ModelSpans []Span
 	// Stream tells that the last top-level "stream" is true.
 	Stream bool

@@ -164,6 +164,7 @@ func (p *Parser) model() {
 	p.text = p.text[:from]
 	p.out.HasModel = isString
 	p.out.ModelSpans = append(p.out.ModelSpans, Span{start, p.i})
+	p.bad = len(p.out.ModelSpans) > MaxModelSpans
 }
 
 // finish puts the rendering together.

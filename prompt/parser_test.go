@@ -254,3 +254,13 @@ func TestSteadyStateDoesNotAllocate(t *testing.T) {
 		}
 	}
 }
+
+func TestAModelThatIsNamedTooOften(t *testing.T) {
+	for n, want := range map[int]Why{MaxModelSpans: HasPrompt, MaxModelSpans + 1: Unparsable, 100_000: Unparsable} {
+		body := `{` + strings.Repeat(`"model":"m",`, n) + `"messages":[{"role":"user","content":"hello"}]}`
+		got := new(Parser).Parse(Chat, []byte(body))
+		if got.Why != want || len(got.ModelSpans) > MaxModelSpans+1 {
+			t.Errorf("%d times: %v with %d spans, want %v", n, got.Why, len(got.ModelSpans), want)
+		}
+	}
+}
