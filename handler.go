@@ -193,6 +193,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	rw := newResponseWriter(w, q, or(h.DecisionHeaders, true))
 	err = rt.ReverseProxy.ServeHTTP(rw, r, next)
 	if err == nil || rw.status != 0 {
+		rw.ended()
 		return err
 	}
 	answer, ok := upstreamError(err)

@@ -66,6 +66,13 @@ func (w *responseWriter) ReadFrom(r io.Reader) (int64, error) {
 	return w.ResponseWriterWrapper.ReadFrom(r)
 }
 
+// ended says that the answer came to its end. A stream without any event is an answer too.
+func (w *responseWriter) ended() {
+	if w.status != 0 && !w.settled {
+		w.settle(w.status)
+	}
+}
+
 // look takes in a piece of the answer, until it is known what its first event is.
 func (w *responseWriter) look(p []byte) {
 	if w.status == 0 {
@@ -107,7 +114,7 @@ func eventStatus(stream []byte) (status int, complete bool) {
 			continue // a comment, an id or the blank line before the first event
 		}
 		data = bytes.TrimSpace(data)
-		if !named && !bytes.HasPrefix(data, []byte(`{"error"`)) && !bytes.HasPrefix(data, []byte(`{"type":"error"`)) {
+		if !named && !bytes.Contains(data, []byte(`"error"`)) {
 			return http.StatusOK, true
 		}
 		var failure struct {

@@ -19,6 +19,10 @@ func TestFirstEventSaysHowTheRequestFared(t *testing.T) {
 		{`data: {"error":{"code":"context_length_exceeded"}}` + "\n\n", 500, true},
 		{`data: {"error":{"code":200}}` + "\n\n", 500, true},
 		{`data: {"error":"as a string"}` + "\n\n", 500, true},
+		{`data: { "error" : { "code" : 503 } }` + "\n\n", 503, true},
+		{`data: {"object":"error","error":{"code":503}}` + "\n\n", 503, true},
+		{`data: {"choices":[{"delta":{"content":"an \"error\""}}]}` + "\n\n", 200, true},
+		{`data: {"choices":[{"error":{"code":503}}]}` + "\n\n", 200, true},
 		{`data: {"error":null,"choices":[]}` + "\n\n", 200, true},
 		{`data: {"error":{"code":503}` + "\n\n", 200, true}, // not JSON: nothing is known
 		{"event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\"}}\n\n", 500, true},
