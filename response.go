@@ -120,7 +120,7 @@ func eventStatus(stream []byte) (status int, complete bool) {
 		var failure struct {
 			Error json.RawMessage `json:"error"`
 		}
-		if json.Unmarshal(data, &failure) != nil || !named && (len(failure.Error) == 0 || string(failure.Error) == "null") {
+		if json.Unmarshal(data, &failure) != nil || !named && !bytes.HasPrefix(failure.Error, []byte("{")) && !bytes.HasPrefix(failure.Error, []byte(`"`)) {
 			return http.StatusOK, true
 		}
 		var object struct {

@@ -204,6 +204,55 @@ func TestFirstEventThatIsAnError(t *testing.T) {
 	}
 }
 
+// A prompt is recorded with the pick, so that its siblings find it before it is answered; how its own request ends decides about its own record alone.
+func TestRecordBeforeTheAnswer(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		first, second int // statuses
+		prompts       int // in the end
+		reason        string
+	}{
+		{"both are answered", 200, 200, 1, "cache"},
+		{"the first fails", 500, 200, 1, "cache"},
+		{"the second fails", 200, 500, 1, "cache"},
+		{"both fail", 500, 500, 0, "cold"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			release := make(chan struct{})
+			stubs := newStubs(t, 3, func(w http.ResponseWriter, r *http.Request, body []byte) {
+				if r.Header.Get("X-First") != "" {
+					<-release
+				}
+				endsAsAsked(w, r, body)
+			})
+			g := startGateway(t, rolterFor(stubs, route("m", "", stubs...)))
+			body := asks("m", "Is this known before it is answered?")
+			first := make(chan reply)
+			go func() {
+				answer, _ := g.try(chatPath, body, "X-First", "yes", "X-End", strconv.Itoa(c.first))
+				first <- answer
+			}()
+			g.waitFor("the first to arrive", func() bool { return total(counts(stubs)) == 1 })
+			home := stubs[slices.Index(counts(stubs), 1)]
+			second := g.post(chatPath, body, "X-End", strconv.Itoa(c.second))
+			if second.status != c.second || second.target != home.name || second.reason != "cache" {
+				t.Errorf("the second: status %d from %q because of %q, want %d from %q because of cache", second.status, second.target, second.reason, c.second, home.name)
+			}
+			close(release)
+			if answer := <-first; answer.status != c.first {
+				t.Errorf("the first: status %d, want %d", answer.status, c.first)
+			}
+			g.idle()
+			if n := g.state().promptsOf("m", home.addr); n != c.prompts {
+				t.Errorf("%d prompts are recorded, want %d", n, c.prompts)
+			}
+			if third := g.served(chatPath, body); third.reason != c.reason {
+				t.Errorf("the third went because of %q, want %q", third.reason, c.reason)
+			}
+		})
+	}
+}
+
 // The failures of a real engine, as the simulated one plays them.
 func TestFaultsOfAReplica(t *testing.T) {
 	r := replica.New(replica.Config{Model: "m", AnswerTokens: 8, TimeScale: 100})

@@ -175,6 +175,59 @@ func TestNobodyCanTakeTheRequest(t *testing.T) {
 	g.idle()
 }
 
+// The operator may ask for more attempts than there are targets.
+func TestMoreAttemptsThanTargets(t *testing.T) {
+	stubs := newStubs(t, 2, nil)
+	g := startGateway(t, "header >X-Attempt {http.rolter.attempt}\n"+rolterFor(stubs, route("m", "reverse_proxy {\nlb_retries 5\nfail_duration 10ms\n}", stubs...)))
+	var asked atomic.Int32
+	for _, s := range stubs {
+		s.answers(func(w http.ResponseWriter, r *http.Request, body []byte) {
+			if asked.Add(1) <= 4 {
+				says(503, "{}")(w, r, body)
+				return
+			}
+			completion(w, r, body)
+		})
+	}
+	body := asks("m", strings.Repeat("Once more? ", 1000))
+	answer := g.served(chatPath, body)
+	if got := answer.header.Get("X-Attempt"); got != "5" {
+		t.Errorf("served at attempt %s, want 5", got)
+	}
+	if got := counts(stubs); slices.Max(got) != 3 || total(got) != 5 {
+		t.Errorf("targets received %v requests, want 3 and 2", got)
+	}
+	for _, s := range stubs {
+		for _, got := range s.received() {
+			if got.body != body {
+				t.Errorf("%s received a body of %d bytes that is not the client's", s.name, len(got.body))
+			}
+		}
+	}
+	g.idle()
+	if got := total([]int{g.state().promptsOf("m", stubs[0].addr), g.state().promptsOf("m", stubs[1].addr)}); got != 1 {
+		t.Errorf("%d prompts are recorded, want 1", got)
+	}
+}
+
+// What the operator says of retries replaces ours.
+func TestRetryMatchOfTheOperator(t *testing.T) {
+	stubs := newStubs(t, 2, nil)
+	g := startGateway(t, rolterFor(stubs, route("m", "reverse_proxy {\nlb_retry_match {\nexpression `{http.reverse_proxy.status_code} == 500`\n}\n}", stubs...)))
+	for status, attempts := range map[int]int{500: 2, 503: 1} {
+		for _, s := range stubs {
+			s.answers(says(status, "{}"))
+		}
+		before := total(counts(stubs))
+		if answer := g.post(chatPath, asks("m", fmt.Sprint(status))); answer.status != status {
+			t.Errorf("status %d, want %d", answer.status, status)
+		}
+		if n := total(counts(stubs)) - before; n != attempts {
+			t.Errorf("%d: %d attempts, want %d", status, n, attempts)
+		}
+	}
+}
+
 func TestTargetThatRefusedRests(t *testing.T) {
 	stubs := newStubs(t, 2, nil)
 	down, up := stubs[0], stubs[1]

@@ -7,6 +7,8 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptrace"
+	"net/textproto"
 	"slices"
 	"strings"
 	"testing"
@@ -307,6 +309,13 @@ func TestHeadersOfTheClientPass(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := stubs[0].only().header
+	for name, values := range got {
+		switch {
+		case strings.HasPrefix(name, "X-Forwarded-"), name == "Via", name == "Content-Length": // as every proxy adds
+		case r.Header[name] == nil:
+			t.Errorf("%s: %q was added", name, values)
+		}
+	}
 	for name, want := range map[string][]string{
 		"Authorization":           {"Bearer mine"},
 		"Content-Type":            {"application/json; charset=utf-8"},
@@ -381,6 +390,37 @@ func TestAnswersPassUntouched(t *testing.T) {
 				t.Errorf("decision headers say %q and %q", answer.target, answer.reason)
 			}
 		})
+	}
+}
+
+// What comes before and after an answer passes, too.
+func TestEarlyHintsAndTrailersPass(t *testing.T) {
+	s := newStub(t, "a", raw("HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"+
+		"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTrailer: X-Sum\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Sum: 7\r\n\r\n"))
+	g := startGateway(t, rolterFor([]*stub{s}, route("m", "", s)))
+	var hints []string
+	ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{Got1xxResponse: func(code int, header textproto.MIMEHeader) error {
+		hints = append(hints, fmt.Sprint(code, " ", header.Get("Link"), header.Get("X-Rolter-Target")))
+		return nil
+	}})
+	resp, err := testClient.Do(newRequest(ctx, http.MethodPost, g.URL+chatPath, strings.NewReader(asks("m", "hi"))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode != http.StatusOK || string(body) != "{}" || resp.Header.Get("X-Rolter-Target") != "a" {
+		t.Errorf("status %d, %v, body %q from %q", resp.StatusCode, err, body, resp.Header.Get("X-Rolter-Target"))
+	}
+	if want := []string{"103 </a>"}; !slices.Equal(hints, want) {
+		t.Errorf("early answers %q, want %q", hints, want)
+	}
+	if got := resp.Trailer.Get("X-Sum"); got != "7" {
+		t.Errorf("trailer %q, want 7", got)
+	}
+	g.idle()
+	if n := g.state().promptsOf("m", s.addr); n != 1 {
+		t.Errorf("%d prompts are recorded, want 1", n)
 	}
 }
 
