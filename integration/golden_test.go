@@ -409,15 +409,15 @@ func TestBursts(t *testing.T) {
 	})
 }
 
-// talk is a conversation as its client sees it.
-type talk struct {
+// dialogue is a conversation as its client sees it.
+type dialogue struct {
 	turns   []said
 	targets []string // of each turn so far
 	reasons []string
 }
 
 // stayed counts the turns after the first that went where the turn before went.
-func (c *talk) stayed() (n int) {
+func (c *dialogue) stayed() (n int) {
 	for i := 1; i < len(c.targets); i++ {
 		if c.targets[i] == c.targets[i-1] {
 			n++
@@ -427,7 +427,7 @@ func (c *talk) stayed() (n int) {
 }
 
 // next plays a turn: the question goes out with the whole history, and the answer and what comes after it are added to it.
-func (c *talk) next(g *gateway, model, question, answer string, after ...said) error {
+func (c *dialogue) next(g *gateway, model, question, answer string, after ...said) error {
 	c.turns = append(c.turns, said{"user", question})
 	got, err := g.try(chatPath, chatBody(model, c.turns...))
 	if err != nil || got.status != http.StatusOK {
@@ -465,11 +465,11 @@ func TestConversationsOneAfterAnother(t *testing.T) {
 			for w, wording := range wordings {
 				rng := newRand(uint64(10*i + w))
 				model := fmt.Sprintf("m-%d-%d", i, w)
-				talks := make([]*talk, c.conversations)
-				for n := range talks {
-					talks[n] = new(talk)
+				dialogues := make([]*dialogue, c.conversations)
+				for n := range dialogues {
+					dialogues[n] = new(dialogue)
 					if c.system > 0 {
-						talks[n].turns = []said{{"system", prose(rng, c.system)}}
+						dialogues[n].turns = []said{{"system", prose(rng, c.system)}}
 					}
 				}
 				play := func(n, turn int) {
@@ -477,27 +477,27 @@ func TestConversationsOneAfterAnother(t *testing.T) {
 					if c.results > 0 {
 						after = []said{{"tool", prose(rng, c.results)}}
 					}
-					if err := talks[n].next(g, model, wording.text(rng, turn*100+n, c.question), prose(rng, c.answer), after...); err != nil {
+					if err := dialogues[n].next(g, model, wording.text(rng, turn*100+n, c.question), prose(rng, c.answer), after...); err != nil {
 						t.Fatal(err)
 					}
 				}
 				if c.interleaved {
 					for turn := range turns {
-						for n := range talks {
+						for n := range dialogues {
 							play(n, turn)
 						}
 					}
 				} else {
-					for n := range talks {
+					for n := range dialogues {
 						for turn := range turns {
 							play(n, turn)
 						}
 					}
 				}
 				stayed, used := 0, make(map[string]int)
-				for _, talk := range talks {
-					stayed += talk.stayed()
-					used[talk.targets[0]]++
+				for _, d := range dialogues {
+					stayed += d.stayed()
+					used[d.targets[0]]++
 				}
 				t.Logf("%s: %d of %d turns stay, conversations on targets %v", wording.name, stayed, c.conversations*(turns-1), used)
 				if stayed != c.conversations*(turns-1) {
@@ -531,14 +531,14 @@ func TestConversationsAtOnce(t *testing.T) {
 			g.idle()
 			before := counts(stubs)
 			system := said{"system", prose(newRand(uint64(w)), 3000)}
-			talks := make([]talk, conversations)
+			dialogues := make([]dialogue, conversations)
 			var wg sync.WaitGroup
-			for n := range talks {
+			for n := range dialogues {
 				wg.Go(func() {
 					rng := rand.New(rand.NewPCG(uint64(w), uint64(n)))
-					talks[n].turns = []said{system}
+					dialogues[n].turns = []said{system}
 					for turn := range turns {
-						if err := talks[n].next(g, fmt.Sprintf("m-%d", w), wording.text(rng, 100*turn+n, 100), prose(rng, 200)); err != nil {
+						if err := dialogues[n].next(g, fmt.Sprintf("m-%d", w), wording.text(rng, 100*turn+n, 100), prose(rng, 200)); err != nil {
 							t.Errorf("conversation %d, turn %d: %v", n, turn, err)
 							return
 						}
@@ -548,11 +548,11 @@ func TestConversationsAtOnce(t *testing.T) {
 			wg.Wait()
 			stayed := 0
 			moves := make(map[string]int)
-			for n := range talks {
-				stayed += talks[n].stayed()
-				for turn := 1; turn < len(talks[n].targets); turn++ {
-					if talks[n].targets[turn] != talks[n].targets[turn-1] {
-						moves[fmt.Sprintf("turn %d: %s", turn+1, talks[n].reasons[turn])]++
+			for n := range dialogues {
+				stayed += dialogues[n].stayed()
+				for turn := 1; turn < len(dialogues[n].targets); turn++ {
+					if dialogues[n].targets[turn] != dialogues[n].targets[turn-1] {
+						moves[fmt.Sprintf("turn %d: %s", turn+1, dialogues[n].reasons[turn])]++
 					}
 				}
 			}

@@ -29,8 +29,8 @@ type CacheAware struct {
 
 // Pick implements [Strategy].
 func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
-	counted := len(req.Text) - req.Lead - req.Tail
-	if counted <= 0 {
+	counted := req.counted()
+	if counted == 0 {
 		d, ok := LeastLoad{s.Loads}.Pick(req, candidates, lease)
 		if d.Reason == ReasonFallback {
 			d.Reason = ReasonNoPrompt
@@ -40,58 +40,28 @@ func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (D
 
 	s.Prefixes.mu.Lock()
 	defer s.Prefixes.mu.Unlock()
-	views := s.look(req, candidates, counted)
-	d, ok := s.choose(candidates, views, tolerance(counted), lease)
+	views := s.Prefixes.look(req, candidates)
+	d, ok := s.choose(candidates, views, counted, lease)
 	if !ok {
 		return d, false
 	}
-	chosen := views[d.Index]
-	d.Score = float64(chosen.matched) / float64(counted)
-	if chosen.slot != noSlot {
-		lease.holdRecord(s.Prefixes, s.Prefixes.index.Insert(chosen.slot, req.Text))
-	}
+	d.Score = float64(views[d.Index].matched) / float64(counted)
+	s.Prefixes.record(req, views[d.Index], lease)
 	return d, true
-}
-
-// view is what a candidate holds of a prompt.
-type view struct {
-	slot      int
-	matched   int  // counted bytes
-	clears    bool // the candidate is a holder
-	reaches   bool // by the share alone
-	continues bool // the candidate was sent this prompt or one that it continues,
-	turn      bool // which is shorter: the prompt is a further turn of a conversation
 }
 
 // tolerance is how many bytes of a prompt may be held more or less without a difference to the engine, which reuses whole blocks: 16 tokens, about 64 bytes,
 // and no more than 1/64 of the prompt.
 func tolerance(counted int) int { return min(64, counted/64) }
 
-// look says what every candidate holds. The caller holds the lock of the prefixes, as long as it uses the result.
-func (s *CacheAware) look(req *Request, candidates []Candidate, counted int) []view {
-	found := s.Prefixes.match(req.Text)
-	views := s.Prefixes.views[:0]
-	for i := range candidates {
-		v := view{slot: candidates[i].slot()}
-		if v.slot != noSlot {
-			m := found[v.slot]
-			v.matched = min(max(m.Bytes-req.Lead, 0), counted)
-			v.reaches = float64(v.matched) >= s.Threshold*float64(counted)
-			v.clears = v.reaches || m.Continues
-			v.continues, v.turn = m.Continues, m.Continues && m.Bytes < len(req.Text)
-		}
-		views = append(views, v)
-	}
-	s.Prefixes.views = views
-	return views
-}
-
 // choose picks and reserves. Holders whose shares differ by no more than tolerance bytes are equals, unless one has served the prompt before. The caller
 // holds the lock of the prefixes.
-func (s *CacheAware) choose(candidates []Candidate, views []view, tolerance int, lease *Lease) (Decision, bool) {
+func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, lease *Lease) (Decision, bool) {
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
 
+	reaches := func(v *view) bool { return float64(v.matched) >= s.Threshold*float64(counted) }
+	clears := func(v *view) bool { return v.continues || v.slot != noSlot && reaches(v) }
 	most, least, open := 0, 0, 0
 	for i := range candidates {
 		c := &candidates[i]
@@ -102,7 +72,7 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, tolerance int,
 			least = load
 		}
 		open++
-		if views[i].clears {
+		if clears(&views[i]) {
 			most = max(most, views[i].matched)
 		}
 	}
@@ -111,11 +81,11 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, tolerance int,
 	}
 	// Prompts are counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch
 	// off: the spread over idle replicas would be uneven.
-	fewerPrompts := func(i, j int) int { return s.prompts(views[i].slot) - s.prompts(views[j].slot) }
+	fewerPrompts := func(i, j int) int { return s.Prefixes.prompts(&views[i]) - s.Prefixes.prompts(&views[j]) }
 	holder := -1
 	for i := range candidates {
 		v := &views[i]
-		if candidates[i].full() || !v.clears || v.matched < most-tolerance {
+		if candidates[i].full() || !clears(v) || v.matched < most-tolerance(counted) {
 			continue
 		}
 		if holder < 0 {
@@ -144,13 +114,13 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, tolerance int,
 	case s.overloaded(candidates[holder].load(), float64(least)) &&
 		!(views[holder].turn && !s.overloaded(candidates[holder].load(), leastRecent(candidates, s.Loads.clock()))):
 		d.Reason = ReasonOverloaded
-	case !views[holder].reaches:
+	case !reaches(&views[holder]):
 		d.Reason = ReasonContinuation
 	}
 	if d.Reason == ReasonCold || d.Reason == ReasonOverloaded {
 		d.Index = leastLoaded(candidates, func(i, j int) int {
-			if views[i].clears != views[j].clears {
-				if views[i].clears {
+			if ci, cj := clears(&views[i]), clears(&views[j]); ci != cj {
+				if ci {
 					return -1
 				}
 				return 1
@@ -182,14 +152,6 @@ func leastRecent(candidates []Candidate, now time.Duration) float64 {
 		}
 	}
 	return least
-}
-
-// prompts is how many prompts are recorded in a slot.
-func (s *CacheAware) prompts(slot int) int {
-	if slot == noSlot {
-		return 0
-	}
-	return s.Prefixes.index.Prompts(slot)
 }
 
 var _ Strategy = (*CacheAware)(nil)

@@ -102,13 +102,46 @@ func (p *Prefixes) Prompts() map[string]int {
 	return prompts
 }
 
-// match looks text up for all members; the result holds until the lock is given up. The caller holds the lock.
-func (p *Prefixes) match(text []byte) []Match {
+// view is what a candidate holds of a prompt.
+type view struct {
+	slot      int
+	matched   int  // counted bytes
+	continues bool // the candidate was sent this prompt or one that it continues,
+	turn      bool // which is shorter: the prompt is a further turn of a conversation
+}
+
+// look says what every candidate holds. The caller holds the lock, as long as it uses the result.
+func (p *Prefixes) look(req *Request, candidates []Candidate) []view {
 	if n := p.index.Slots(); n > len(p.found) {
 		p.found = make([]Match, n)
 	}
-	p.index.Match(text, p.found)
-	return p.found
+	p.index.Match(req.Text, p.found)
+	p.views = p.views[:0]
+	for i := range candidates {
+		v := view{slot: candidates[i].slot()}
+		if v.slot != noSlot {
+			m := p.found[v.slot]
+			v.matched = min(max(m.Bytes-req.Lead, 0), req.counted())
+			v.continues, v.turn = m.Continues, m.Continues && m.Bytes < len(req.Text)
+		}
+		p.views = append(p.views, v)
+	}
+	return p.views
+}
+
+// record records the prompt for the candidate that was picked, provisionally. The caller holds the lock.
+func (p *Prefixes) record(req *Request, picked view, lease *Lease) {
+	if picked.slot != noSlot {
+		lease.holdRecord(p, p.index.Insert(picked.slot, req.Text))
+	}
+}
+
+// prompts is how many prompts are recorded for a candidate. The caller holds the lock.
+func (p *Prefixes) prompts(v *view) int {
+	if v.slot == noSlot {
+		return 0
+	}
+	return p.index.Prompts(v.slot)
 }
 
 // settle confirms a provisional record or takes it back.

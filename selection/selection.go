@@ -46,6 +46,9 @@ type Request struct {
 	Lead, Tail int
 }
 
+// counted is how many bytes of the prompt count.
+func (r *Request) counted() int { return max(len(r.Text)-r.Lead-r.Tail, 0) }
+
 // Reason says why a candidate was picked. The list is closed: it is used as a metric label and as a response header.
 type Reason string
 
