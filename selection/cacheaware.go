@@ -31,11 +31,7 @@ type CacheAware struct {
 func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
 	counted := req.counted()
 	if counted == 0 {
-		d, ok := LeastLoad{s.Loads}.Pick(req, candidates, lease)
-		if d.Reason == ReasonFallback {
-			d.Reason = ReasonNoPrompt
-		}
-		return d, ok
+		return withoutPrompt(s.Loads, req, candidates, lease)
 	}
 
 	s.Prefixes.mu.Lock()

@@ -9,6 +9,11 @@ type Lease struct {
 	load     *Load
 	prefixes *Prefixes // nil once the record is settled
 	record   Record
+	sessions *Sessions // nil where there is no session, or once it is settled
+	session  uint64
+	who      replica
+	queue    *queue // nil where no work is accounted, or once it is settled
+	work     *work
 }
 
 // hold takes a reservation. The caller holds the mutex of the load's registry.
@@ -25,13 +30,46 @@ func (l *Lease) holdRecord(prefixes *Prefixes, record Record) {
 	l.mu.Unlock()
 }
 
+// holdSession remembers the session, which the replica takes over when it answers.
+func (l *Lease) holdSession(sessions *Sessions, id uint64, who replica) {
+	l.mu.Lock()
+	l.sessions, l.session, l.who = sessions, id, who
+	l.mu.Unlock()
+}
+
+// holdWork takes a place in a replica's queue. The caller holds the mutex of the loads.
+func (l *Lease) holdWork(q *queue, w *work) {
+	l.mu.Lock()
+	l.queue, l.work = q, w
+	l.mu.Unlock()
+}
+
+// takeWork ends the accounting of the work, once.
+func (l *Lease) takeWork() (*queue, *work) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	q, w := l.queue, l.work
+	l.queue, l.work = nil, nil
+	return q, w
+}
+
+// FirstByte says that the first byte of the answer came: the prompt has been prefilled. Only the first call counts.
+func (l *Lease) FirstByte() {
+	if q, w := l.takeWork(); q != nil {
+		q.firstByte(w)
+	}
+}
+
 // Answered says that the replica answered: served is true when it took the prompt in (a status below 400), and what was recorded
 // stands; otherwise it is taken back. Only the first call of a lease counts.
 func (l *Lease) Answered(served bool) {
 	l.mu.Lock()
-	prefixes, record := l.prefixes, l.record
-	l.prefixes = nil
+	prefixes, record, sessions := l.prefixes, l.record, l.sessions
+	l.prefixes, l.sessions = nil, nil
 	l.mu.Unlock()
+	if sessions != nil && served {
+		sessions.answered(l.session, l.who)
+	}
 	if prefixes != nil {
 		prefixes.settle(record, served)
 	}
@@ -40,6 +78,9 @@ func (l *Lease) Answered(served bool) {
 // Release gives the reservation back, and takes back what was recorded if no answer came.
 func (l *Lease) Release() {
 	l.Answered(false)
+	if q, w := l.takeWork(); q != nil {
+		q.withdraw(w)
+	}
 	l.mu.Lock()
 	load := l.load
 	l.load = nil

@@ -14,6 +14,10 @@ type Loads struct {
 	mu    sync.Mutex
 	byKey map[string]*Load
 	picks uint64 // counts picks, for the rotation among equals
+
+	// of the queues that have learned their rate
+	rated int
+	rates float64 // their sum
 }
 
 // Load is the load of one address.
@@ -27,15 +31,20 @@ type Load struct {
 	lastPicked uint64
 	peak       float64       // of inFlight,
 	peakAt     time.Duration // at this time
+	queue      queue
 }
 
 // NewLoads returns an empty registry. clock tells the time since some moment; nil is the real one.
 func NewLoads(clock func() time.Duration) *Loads {
 	if clock == nil {
-		start := time.Now()
-		clock = func() time.Duration { return time.Since(start) }
+		clock = realClock()
 	}
 	return &Loads{clock: clock, byKey: make(map[string]*Load)}
+}
+
+func realClock() func() time.Duration {
+	start := time.Now()
+	return func() time.Duration { return time.Since(start) }
 }
 
 // Acquire returns the load of an address, which stays registered until as many Release calls and until nothing is in flight.
@@ -63,6 +72,11 @@ func (l *Loads) Release(load *Load) {
 func (l *Loads) forget(load *Load) {
 	if load.refs <= 0 && load.inFlight == 0 && l.byKey[load.key] == load {
 		delete(l.byKey, load.key)
+		if load.queue.rate > 0 {
+			l.rated--
+			l.rates -= load.queue.rate
+			load.queue.rate = 0
+		}
 	}
 }
 
@@ -160,6 +174,15 @@ func preferred(candidates []Candidate, i, j int, better func(i, j int) int) bool
 		}
 	}
 	return a.Load.lastPicked < b.Load.lastPicked
+}
+
+// withoutPrompt picks by load for a request that has no prompt.
+func withoutPrompt(loads *Loads, req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
+	d, ok := LeastLoad{loads}.Pick(req, candidates, lease)
+	if d.Reason == ReasonFallback {
+		d.Reason = ReasonNoPrompt
+	}
+	return d, ok
 }
 
 // LeastLoad picks the candidate with the fewest requests in flight. It is the rule that every other one falls back to.

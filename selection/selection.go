@@ -44,6 +44,12 @@ type Request struct {
 	// Lead and Tail are the bytes at either end of Text that count neither as matched nor as length (role labels and
 	// marks which every conversation shares).
 	Lead, Tail int
+
+	// Session names the client's session; 0 is none.
+	Session uint64
+
+	// Stream says that the answer is a stream, whose first byte tells that the prompt has been prefilled.
+	Stream bool
 }
 
 // counted is how many bytes of the prompt count.
@@ -64,6 +70,12 @@ const (
 	ReasonCold Reason = "cold"
 	// ReasonNoPrompt: the request has no prompt to compare.
 	ReasonNoPrompt Reason = "no_prompt"
+	// ReasonSession: the candidate answered the session last, and nothing outweighed that.
+	ReasonSession Reason = "session"
+	// ReasonPipeline: the weighted sum of the scores was the highest.
+	ReasonPipeline Reason = "pipeline"
+	// ReasonLeastPrefill: the least prefill work stood before the request's first token.
+	ReasonLeastPrefill Reason = "least_prefill"
 	// ReasonOnlyCandidate: there was no choice.
 	ReasonOnlyCandidate Reason = "only_candidate"
 	// ReasonFallback: the pick was made by another rule than a score of Rolter's: least load, or one of Caddy's policies.
@@ -71,7 +83,7 @@ const (
 )
 
 // Reasons are all of them.
-var Reasons = []Reason{ReasonCache, ReasonContinuation, ReasonOverloaded, ReasonCold, ReasonNoPrompt, ReasonOnlyCandidate, ReasonFallback}
+var Reasons = []Reason{ReasonCache, ReasonContinuation, ReasonOverloaded, ReasonCold, ReasonNoPrompt, ReasonSession, ReasonPipeline, ReasonLeastPrefill, ReasonOnlyCandidate, ReasonFallback}
 
 // Decision is the outcome of a pick.
 type Decision struct {

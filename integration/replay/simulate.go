@@ -70,7 +70,7 @@ func cachedTokens(blocks, promptTokens int) int { return min(blocks*blockTokens,
 func (s *simulation) send(r *request) (attempt, error) {
 	s.text = r.appendText(s.text[:0])
 	lease := new(selection.Lease)
-	d, ok := s.strategy.Pick(&selection.Request{Text: s.text}, s.candidates, lease)
+	d, ok := s.strategy.Pick(&selection.Request{Text: s.text, Stream: true}, s.candidates, lease)
 	if !ok {
 		return attempt{}, errors.New("the strategy picked no replica")
 	}
@@ -83,6 +83,7 @@ func (s *simulation) send(r *request) (attempt, error) {
 	job.Notify = func() {
 		switch job.Phase {
 		case replica.Decoding:
+			lease.FirstByte()
 			lease.Answered(true)
 		case replica.Done:
 			lease.Release()

@@ -33,6 +33,14 @@ var strategies = []struct {
 			OverloadRatio:  selection.DefaultOverloadRatio,
 		}
 	}},
+	{"least_prefill", func(w world) selection.Strategy {
+		return &selection.LeastPrefill{Loads: w.loads, Prefixes: w.prefixes, W: selection.DefaultW}
+	}},
+	{"pipeline", func(w world) selection.Strategy {
+		return &selection.Pipeline{Loads: w.loads, Prefixes: w.prefixes, Sessions: selection.NewSessions(nil), Scorers: []selection.WeightedScorer{
+			{Scorer: selection.StaticWeight{}, Weight: 1}, {Scorer: selection.InFlightLoad{}, Weight: 1}, {Scorer: selection.PrefixAffinity{}, Weight: 1},
+		}}
+	}},
 	{"least_load", func(w world) selection.Strategy { return selection.LeastLoad{Loads: w.loads} }},
 	{"round_robin", func(w world) selection.Strategy { return newCaddyPolicy(new(reverseproxy.RoundRobinSelection), w) }},
 	{"random", func(w world) selection.Strategy { return newCaddyPolicy(new(reverseproxy.RandomSelection), w) }},

@@ -1,0 +1,212 @@
+package selection
+
+import (
+	"slices"
+	"time"
+)
+
+// LeastPrefill sends a request where the least prefill work stands between it and its first token:
+//
+//	cost = (pending + W × uncached) ÷ (rate × weight)
+//
+// Uncached is the part of the prompt that the replica was not sent before, pending the same of the requests that it has still to prefill, both in
+// bytes, and rate is learned for each replica from the times of its first bytes.
+type LeastPrefill struct {
+	Loads    *Loads
+	Prefixes *Prefixes
+
+	// W is how much the request's own uncached work counts, 1 or more: a miss also evicts what others would have hit.
+	W float64
+
+	// Unobserved says that nobody calls [Lease.FirstByte]: work is then taken to be done at the learned rate.
+	Unobserved bool
+}
+
+// DefaultW is the default of [LeastPrefill.W].
+const DefaultW = 2
+
+// Pick implements [Strategy].
+func (s *LeastPrefill) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
+	counted := req.counted()
+	if counted == 0 {
+		return withoutPrompt(s.Loads, req, candidates, lease)
+	}
+	s.Prefixes.mu.Lock()
+	defer s.Prefixes.mu.Unlock()
+	views := s.Prefixes.look(req, candidates)
+	d, ok := s.choose(req, candidates, views, counted, lease)
+	if !ok {
+		return d, false
+	}
+	d.Score = float64(views[d.Index].matched) / float64(counted)
+	s.Prefixes.record(req, views[d.Index], lease)
+	return d, true
+}
+
+// choose picks and reserves. The caller holds the lock of the prefixes.
+func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view, counted int, lease *Lease) (Decision, bool) {
+	s.Loads.mu.Lock()
+	defer s.Loads.mu.Unlock()
+	now := s.Loads.clock()
+	usual := s.Loads.usualRate()
+	fewerPrompts := func(i, j int) int { return s.Prefixes.prompts(&views[i]) - s.Prefixes.prompts(&views[j]) }
+	best, least := -1, 0.0
+	for i := range candidates {
+		c := &candidates[i]
+		if c.full() {
+			continue
+		}
+		q := &c.Load.queue
+		rate := q.rateOr(usual)
+		cost := (q.pending(now, rate) + s.W*float64(counted-views[i].matched)) / (rate * c.Weight)
+		if best < 0 || cost < least || cost == least && preferred(candidates, i, best, fewerPrompts) {
+			best, least = i, cost
+		}
+	}
+	if best < 0 {
+		return Decision{}, false
+	}
+	c := &candidates[best]
+	d := Decision{Index: best, Reason: ReasonLeastPrefill, Load: c.load()}
+	if len(candidates) == 1 {
+		d.Reason = ReasonOnlyCandidate
+	}
+	s.Loads.reserve(c, lease)
+	q := &c.Load.queue
+	q.loads = s.Loads
+	lease.holdWork(q, q.add(now, q.rateOr(usual), float64(counted-views[best].matched), req.Stream && !s.Unobserved))
+	return d, true
+}
+
+// queue is the prefill work of one replica: a virtual clock that is set right by every first byte. Guarded by the mutex of the loads.
+type queue struct {
+	loads   *Loads
+	works   []*work       // in the order in which they were sent
+	started time.Duration // when the first of works began to be prefilled
+	rate    float64       // bytes per second; 0 until it is learned
+	samples int
+}
+
+// work is what one request has to prefill.
+type work struct {
+	bytes    float64
+	observed bool // its first byte will be seen
+}
+
+// firstRate is what is assumed before anything is learned, in bytes per second: all replicas are equal then, and only the order of magnitude of
+// what is pending against what is new matters.
+const firstRate = 30_000
+
+// usualRate is the mean of the learned rates.
+func (l *Loads) usualRate() float64 {
+	if l.rated == 0 {
+		return firstRate
+	}
+	return l.rates / float64(l.rated)
+}
+
+func (q *queue) rateOr(usual float64) float64 {
+	if q.rate == 0 {
+		return usual
+	}
+	return q.rate
+}
+
+// advance takes off the works whose first byte nobody will see, when they should be done.
+func (q *queue) advance(now time.Duration, rate float64) {
+	for len(q.works) > 0 && !q.works[0].observed {
+		done := q.started + seconds(q.works[0].bytes/rate)
+		if done > now {
+			return
+		}
+		q.started = done
+		q.works = slices.Delete(q.works, 0, 1)
+	}
+}
+
+// pending is the work that has still to be done: what has been done of the first request is reckoned, up to its end.
+func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
+	q.advance(now, rate)
+	for i, w := range q.works {
+		left := w.bytes
+		if i == 0 {
+			left = max(0, left-rate*(now-q.started).Seconds())
+		}
+		bytes += left
+	}
+	return bytes
+}
+
+func (q *queue) add(now time.Duration, rate float64, bytes float64, observed bool) *work {
+	q.advance(now, rate)
+	if len(q.works) == 0 {
+		q.started = now
+	}
+	w := &work{bytes, observed}
+	q.works = append(q.works, w)
+	return w
+}
+
+// firstByte says that a request has been prefilled, and with it everything that was sent to the replica before.
+func (q *queue) firstByte(w *work) {
+	q.loads.mu.Lock()
+	defer q.loads.mu.Unlock()
+	at := slices.Index(q.works, w)
+	if at < 0 {
+		return
+	}
+	now := q.loads.clock()
+	done := 0.0
+	for _, w := range q.works[:at+1] {
+		done += w.bytes
+	}
+	q.learn(done, now-q.started)
+	q.works = slices.Delete(q.works, 0, at+1)
+	q.started = now
+}
+
+// withdraw says that a request will not be prefilled, or not to its end.
+func (q *queue) withdraw(w *work) {
+	q.loads.mu.Lock()
+	defer q.loads.mu.Unlock()
+	at := slices.Index(q.works, w)
+	if at < 0 {
+		return
+	}
+	q.works = slices.Delete(q.works, at, at+1)
+	if at == 0 {
+		q.started = q.loads.clock()
+	}
+}
+
+// minSample is the least work that a rate is learned from, about 1,000 tokens: less is lost in the engine's other delays.
+const minSample = 4000
+
+// learn takes in that so much was done in this time. The rate walks towards a low quantile of what is seen, because what was thought to be
+// uncached and was cached after all makes a sample far too high: an average would believe it, and send a herd there.
+func (q *queue) learn(bytes float64, took time.Duration) {
+	if bytes < minSample || took <= 0 {
+		return
+	}
+	sample := bytes / took.Seconds()
+	if q.rate == 0 {
+		q.loads.rated++
+		q.loads.rates += sample
+		q.rate = sample
+		q.samples = 1
+		return
+	}
+	step := max(0.01, 0.2/float64(q.samples))
+	q.samples++
+	before := q.rate
+	if sample > q.rate {
+		q.rate *= 1 + step
+	} else {
+		q.rate *= 1 - 2*step
+	}
+	q.loads.rates += q.rate - before
+}
+
+func seconds(s float64) time.Duration { return time.Duration(min(s, 1e9) * float64(time.Second)) }
+
+var _ Strategy = (*LeastPrefill)(nil)
