@@ -161,7 +161,9 @@ func ask(client *http.Client, url, body string) (target string, err error) {
 func openStream(t *testing.T, url string, turns ...turn) (target string, rest func() error) {
 	t.Helper()
 	client := freshConnections()
-	resp, err := persistently(func() (*http.Response, error) { return client.Post(url, "application/json", strings.NewReader(talk(true, turns...))) })
+	resp, err := persistently(func() (*http.Response, error) {
+		return client.Post(url, "application/json", strings.NewReader(talk(true, turns...)))
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

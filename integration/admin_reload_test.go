@@ -37,7 +37,7 @@ func TestTargetsAreManagedUnderLoad(t *testing.T) {
 	}
 	idle := g.mark()
 	stays := func(target string) bool { return target == "a" || target == "b" }
-	load := startTraffic(g.URL+"/v1/chat/completions", stays)
+	load := startTraffic(g.URL+chatCompletions, stays)
 
 	const direct = "/config/apps/http/servers/srv0/routes/0/handle/0/routes/0/targets"
 	const byID = "/id/llama/targets"
@@ -122,7 +122,7 @@ func TestTargetThatComesBackStartsEmpty(t *testing.T) {
 		t.Fatal(err)
 	}
 	client := freshConnections()
-	url := g.URL + "/v1/chat/completions"
+	url := g.URL + chatCompletions
 	long := func(i int) turn {
 		return turn{"user", fmt.Sprintf("%d %s", i, strings.Repeat("tell me about it, ", 20))}
 	}
@@ -195,7 +195,7 @@ func TestFailedLoadDisturbsNothing(t *testing.T) {
 	if err := g.loadJSON(good); err != nil {
 		t.Fatal(err)
 	}
-	url := g.URL + "/v1/chat/completions"
+	url := g.URL + chatCompletions
 	client := freshConnections()
 	home := map[int]string{}
 	question := func(i int) turn {
@@ -394,7 +394,7 @@ func TestReloadWhileRetriesArePending(t *testing.T) {
 	results := make(chan result, n)
 	for i := range n {
 		go func() {
-			req, err := http.NewRequest(http.MethodPost, g.URL+"/v1/chat/completions", strings.NewReader(talk(false, turn{"user", fmt.Sprint(i)})))
+			req, err := http.NewRequest(http.MethodPost, g.URL+chatCompletions, strings.NewReader(talk(false, turn{"user", fmt.Sprint(i)})))
 			if err != nil {
 				results <- result{err: err}
 				return
@@ -419,7 +419,7 @@ func TestReloadWhileRetriesArePending(t *testing.T) {
 			}
 		}
 	}
-	if target, err := ask(freshConnections(), g.URL+"/v1/chat/completions", talk(false, turn{"user", "hi"})); err != nil {
+	if target, err := ask(freshConnections(), g.URL+chatCompletions, talk(false, turn{"user", "hi"})); err != nil {
 		t.Errorf("after the reload: %s %v", target, err)
 	}
 	for _, l := range g.state().Loads {
@@ -439,7 +439,7 @@ func TestConfigurationWithoutRolterAndBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	idle := g.mark()
-	url := g.URL + "/v1/chat/completions"
+	url := g.URL + chatCompletions
 	release := []func(){engines[0].hold(), engines[1].hold()}
 	_, rest := openStream(t, url, turn{"user", "a long story, please"})
 	decisions := g.metrics()[`caddy_rolter_decisions_total{model="llama",reason="cold",strategy="cache_aware"}`]
@@ -485,7 +485,7 @@ func TestTwoSites(t *testing.T) {
 	if _, err := g.admin(http.MethodPost, "/load", "application/json", both); err != nil {
 		t.Fatal(err)
 	}
-	const path = "/v1/chat/completions"
+	const path = chatCompletions
 	client := freshConnections()
 	talks := map[int]string{}
 	question := func(i int) turn { return turn{"user", fmt.Sprintf("%d %s", i, strings.Repeat("on and on ", 30))} }
@@ -543,7 +543,7 @@ func TestConcurrentChanges(t *testing.T) {
 	if err := g.loadJSON(handlerFor(engines, targetsJSON("a", "b"), `,"overload_ratio":1.5`)); err != nil {
 		t.Fatal(err)
 	}
-	load := startTraffic(g.URL+"/v1/chat/completions", func(target string) bool { return target == "a" || target == "b" })
+	load := startTraffic(g.URL+chatCompletions, func(target string) bool { return target == "a" || target == "b" })
 	// The admin endpoint is replaced with the configuration, and resets connections as the sites do.
 	change := func(method, path, body string) (err error) {
 		for range 20 {
@@ -578,4 +578,110 @@ func TestConcurrentChanges(t *testing.T) {
 	}
 	load.stop(t, engines...)
 	g.waitFor("the reservations to be given back", func() bool { return g.state().inFlight() == 0 })
+}
+
+// The limits of a configuration that has been loaded do apply, at once or with the next request.
+func TestLimitsOfALoadApply(t *testing.T) {
+	engines := startLLMs(t, "a")
+	g := startGateway(t, "respond 204")
+	if err := g.loadJSON(handlerFor(engines, targetsJSON("a"), "")); err != nil {
+		t.Fatal(err)
+	}
+	client := freshConnections()
+	say := func(n int) {
+		t.Helper()
+		for i := range n {
+			if _, err := ask(client, g.URL+chatCompletions, talk(false, turn{"user", fmt.Sprintf("%d is %s", i, strings.Repeat("a number ", i))})); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	say(50)
+	all := g.recorded(engines[0])
+	if all != 50 {
+		t.Errorf("%d prompts recorded, want 50", all)
+	}
+	if err := g.loadJSON(handlerFor(engines, targetsJSON("a"), `,"max_nodes":10`)); err != nil {
+		t.Fatal(err)
+	}
+	say(1)
+	g.waitFor("the record to be cut", func() bool { n := g.recorded(engines[0]); return n > 0 && n <= 10 })
+	if err := g.loadJSON(handlerFor(engines, targetsJSON("a"), "")); err != nil {
+		t.Fatal(err)
+	}
+	say(50)
+	if n := g.recorded(engines[0]); n != 50 {
+		t.Errorf("%d prompts recorded without the limit, want 50", n)
+	}
+}
+
+// The same for the policy, whose targets are the upstreams of somebody's reverse_proxy.
+func TestUpstreamsOfThePolicyAreManagedUnderLoad(t *testing.T) {
+	engines := startLLMs(t, "a", "b", "c")
+	a, b, c := engines[0], engines[1], engines[2]
+	g := startGateway(t, "respond 204")
+	upstreams := func(engines ...*llm) string {
+		var all []string
+		for _, e := range engines {
+			all = append(all, fmt.Sprintf(`{"dial":%q}`, e.addr()))
+		}
+		return "[" + strings.Join(all, ",") + "]"
+	}
+	if err := g.loadJSON(`{"@id":"proxy","handler":"reverse_proxy","upstreams":` + upstreams(a, b) + `,"transport":{"protocol":"http","keep_alive":{"idle_timeout":"1s"}},"load_balancing":{"selection_policy":{"policy":"rolter","overload_margin":1000}}}`); err != nil {
+		t.Fatal(err)
+	}
+	idle := g.mark()
+	load := startTraffic(g.URL+chatCompletions, func(target string) bool { return target == a.addr() || target == b.addr() })
+	for i, order := range [][]*llm{{a, b, c}, {c, b, a}, {b, a}, {c, a, b}, {a, c, b}, {a, b}, {b, a, c}, {b, a}, {a, b, c}, {a, b}} {
+		before := g.state().prompts()
+		if _, err := g.admin(http.MethodPatch, "/id/proxy/upstreams", "application/json", upstreams(order...)); err != nil {
+			t.Error(err)
+		}
+		after := g.state().prompts()
+		for _, e := range []*llm{a, b} {
+			if after[e.addr()] < before[e.addr()] {
+				t.Errorf("change %d: %s, which stayed, had %d prompts and has %d", i, e.name, before[e.addr()], after[e.addr()])
+			}
+		}
+		if _, known := after[c.addr()]; known && !slices.Contains(order, c) {
+			t.Errorf("change %d: c is still known", i)
+		}
+		served := load.done.Load()
+		g.waitFor("requests after a change", func() bool { return load.done.Load() > served+20 })
+	}
+	load.stop(t, engines...)
+	g.settles(idle, 32<<20)
+}
+
+// Replicas may stand behind one address and differ by their path: each has a cache of its own.
+func TestReplicasBehindOneAddress(t *testing.T) {
+	front := startLLM(t, "front")
+	g := startGateway(t, "respond 204")
+	handler := fmt.Sprintf(`{"handler":"rolter","providers":[{"name":"one","api_base":"%[1]s/one"},{"name":"two","api_base":"%[1]s/two"}],"routes":[{"model":"llama","overload_margin":1000,"targets":%[2]s}]}`,
+		front.URL, targetsJSON("one", "two"))
+	if err := g.loadJSON(handler); err != nil {
+		t.Fatal(err)
+	}
+	client := freshConnections()
+	used := map[string]int{}
+	for i := range 6 {
+		turns := []turn{{"system", fmt.Sprintf("%d %s", i, strings.Repeat("instructions of this conversation, ", 20))}}
+		at := ""
+		for n := range 4 {
+			turns = append(turns, turn{"user", fmt.Sprintf("question %d", n)})
+			target, err := ask(client, g.URL+chatCompletions, talk(false, turns...))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if at != "" && target != at {
+				t.Errorf("conversation %d left %s for %s at turn %d", i, at, target, n)
+			}
+			at = target
+			used[at]++
+			turns = append(turns, turn{"assistant", "an answer"})
+		}
+	}
+	if len(used) != 2 {
+		t.Errorf("requests by target: %v, want both used", used)
+	}
 }

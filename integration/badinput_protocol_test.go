@@ -455,6 +455,12 @@ func TestIncremental(t *testing.T) {
 	if code := a.code(t); a.status != http.StatusNotImplemented || code != "incremental_refused" {
 		t.Errorf("where the model decides: %d %s, want 501", a.status, a.body)
 	}
+	// The limit of the body holds for it too.
+	c := g.dial(t)
+	c.send("%s\r\n", requestHead(g, "/one"+chatCompletions, "Incremental: ?1", "Expect: 100-continue", "Content-Length: 50000000"))
+	if a := c.answer(http.MethodPost); a.status != http.StatusRequestEntityTooLarge {
+		t.Errorf("too large: %d %s, want 413", a.status, a.body)
+	}
 	// ?0 asks for nothing.
 	go func() { <-begun }()
 	if a := g.postBody(t, "/several"+chatCompletions, strings.NewReader(body), "Incremental", "?0"); a.status != http.StatusOK {
@@ -533,7 +539,7 @@ func TestHTTP2AndHTTP3(t *testing.T) {
 		t.Fatal(err)
 	}
 	config := fmt.Sprintf("{\n\tadmin %s\n\tpersist_config off\n\tauto_https disable_redirects\n\tskip_install_trust\n}\nhttps://localhost:%s {\n\ttls internal\n%s\n}\n",
-		strings.TrimPrefix(g.Admin, "http://"), port, twoWays(llama, qwen))
+		strings.TrimPrefix(g.Admin, "http://"), port, strings.ReplaceAll(twoWays(llama, qwen), "rolter {", "rolter {\nmax_body 1MiB\n"))
 	if _, err := g.admin(http.MethodPost, "/load", "text/caddyfile", config); err != nil {
 		t.Fatal(err)
 	}
@@ -582,7 +588,7 @@ func TestHTTP2AndHTTP3(t *testing.T) {
 			if a := send(t, http.MethodGet, chatCompletions, unknown(body)); a.status != http.StatusMethodNotAllowed {
 				t.Errorf("GET of the API with a body: %d %s", a.status, a.body)
 			}
-			a := send(t, http.MethodPost, chatCompletions, io.LimitReader(repeating(' '), 33<<20))
+			a := send(t, http.MethodPost, chatCompletions, io.LimitReader(repeating(' '), 3<<19))
 			if code := a.code(t); a.status != http.StatusRequestEntityTooLarge || code != "request_too_large" {
 				t.Errorf("too large: %d %s", a.status, a.body)
 			}

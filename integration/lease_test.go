@@ -286,15 +286,22 @@ func TestFaultsOfAReplica(t *testing.T) {
 			before := g.state().promptsOf("m", r.Addr())
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
-			if c.status == 0 {
-				n := r.Stats().Requests
-				go func() {
-					g.waitFor("the replica to hang", func() bool { return r.Stats().Requests > n })
-					cancel()
-				}()
-			}
 			body := fmt.Sprintf(`{"model":"m","stream":%v,"messages":[{"role":"user","content":"%s"}]}`, c.stream, c.name)
-			answer, err := do(testClient, newRequest(ctx, http.MethodPost, g.URL+chatPath, strings.NewReader(body)))
+			asked := r.Stats().Requests
+			var (
+				answer reply
+				err    error
+				done   = make(chan struct{})
+			)
+			go func() {
+				defer close(done)
+				answer, err = do(testClient, newRequest(ctx, http.MethodPost, g.URL+chatPath, strings.NewReader(body)))
+			}()
+			if c.status == 0 { // no answer will come
+				g.waitFor("the replica to hang", func() bool { return r.Stats().Requests > asked })
+				cancel()
+			}
+			<-done
 			if answer.status != c.status {
 				t.Errorf("status %d, %v, want %d: %s", answer.status, err, c.status, answer.body)
 			}

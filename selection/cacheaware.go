@@ -22,7 +22,7 @@ type CacheAware struct {
 	// a recorded one counts in any case: a long answer makes most of the next prompt new, and yet its whole past is cached.
 	Threshold float64
 
-	// A holder is overloaded when its load is above the least load of all candidates + OverloadMargin and above that load × OverloadRatio.
+	// Loads are taken for the weights. A holder is overloaded when its load is above the least load of all candidates + OverloadMargin and above that load × OverloadRatio.
 	OverloadMargin int
 	OverloadRatio  float64
 }
@@ -58,13 +58,13 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, l
 
 	reaches := func(v *view) bool { return float64(v.matched) >= s.Threshold*float64(counted) }
 	clears := func(v *view) bool { return v.continues || v.slot != noSlot && reaches(v) }
-	most, least, open := 0, 0, 0
+	most, least, open := 0, 0.0, 0
 	for i := range candidates {
 		c := &candidates[i]
 		if c.full() {
 			continue
 		}
-		if load := c.load(); open == 0 || load < least {
+		if load := c.relative(); open == 0 || load < least {
 			least = load
 		}
 		open++
@@ -75,9 +75,7 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, l
 	if open == 0 {
 		return Decision{}, false
 	}
-	// Prompts are counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch
-	// off: the spread over idle replicas would be uneven.
-	fewerPrompts := func(i, j int) int { return s.Prefixes.prompts(&views[i]) - s.Prefixes.prompts(&views[j]) }
+	fewerPrompts := func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
 	holder := -1
 	for i := range candidates {
 		v := &views[i]
@@ -107,14 +105,14 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, l
 	switch {
 	case holder < 0:
 		d.Reason = ReasonCold
-	case s.overloaded(candidates[holder].load(), float64(least)) &&
-		!(views[holder].turn && !s.overloaded(candidates[holder].load(), leastRecent(candidates, s.Loads.clock()))):
+	case s.overloaded(&candidates[holder], least) &&
+		!(views[holder].turn && !s.overloaded(&candidates[holder], leastRecent(candidates, s.Loads.clock()))):
 		d.Reason = ReasonOverloaded
 	case !reaches(&views[holder]):
 		d.Reason = ReasonContinuation
 	}
 	if d.Reason == ReasonCold || d.Reason == ReasonOverloaded {
-		d.Index = leastLoaded(candidates, func(i, j int) int {
+		d.Index = leastLoaded(candidates, func(i, j int) float64 {
 			if ci, cj := clears(&views[i]), clears(&views[j]); ci != cj {
 				if ci {
 					return -1
@@ -132,9 +130,10 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, l
 	return d, true
 }
 
-// overloaded says whether a holder with this load should be spared, given the least load of all candidates.
-func (s *CacheAware) overloaded(load int, least float64) bool {
-	return float64(load) > least+float64(s.OverloadMargin) && float64(load) > s.OverloadRatio*least
+// overloaded says whether a holder should be spared, given the least load of all candidates.
+func (s *CacheAware) overloaded(holder *Candidate, least float64) bool {
+	load := holder.relative()
+	return load > least+float64(s.OverloadMargin) && load > s.OverloadRatio*least
 }
 
 // leastRecent is the least load of all candidates over the last moments. A further turn is spared only against that: when many

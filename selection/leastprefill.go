@@ -49,7 +49,7 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	defer s.Loads.mu.Unlock()
 	now := s.Loads.clock()
 	usual := s.Loads.usualRate()
-	fewerPrompts := func(i, j int) int { return s.Prefixes.prompts(&views[i]) - s.Prefixes.prompts(&views[j]) }
+	fewerPrompts := func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
 	best, least := -1, 0.0
 	for i := range candidates {
 		c := &candidates[i]
@@ -58,7 +58,7 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 		}
 		q := &c.Load.queue
 		rate := q.rateOr(usual)
-		cost := (q.pending(now, rate) + s.W*float64(counted-views[i].matched)) / (rate * c.Weight)
+		cost := (q.pending(now, rate) + s.W*float64(counted-views[i].matched)) / (rate * c.weight())
 		if best < 0 || cost < least || cost == least && preferred(candidates, i, best, fewerPrompts) {
 			best, least = i, cost
 		}

@@ -126,7 +126,18 @@ func (l *Load) faded(now time.Duration) float64 {
 // recent is the candidate's load, or what is left of an earlier higher one: a replica whose requests ended a moment ago is about to get the next
 // turns of their conversations. The caller holds the registry's mutex.
 func (c *Candidate) recent(now time.Duration) float64 {
-	return max(float64(c.load()), c.Load.faded(now))
+	return max(float64(c.load()), c.Load.faded(now)) / c.weight()
+}
+
+// relative is the candidate's load for its weight: what can take twice as much is as busy with twice the load. The caller holds the
+// registry's mutex.
+func (c *Candidate) relative() float64 { return float64(c.load()) / c.weight() }
+
+func (c *Candidate) weight() float64 {
+	if c.Weight > 0 {
+		return c.Weight
+	}
+	return 1
 }
 
 // full says that the candidate must not get another request. The caller holds the registry's mutex.
@@ -147,8 +158,8 @@ func (l *Loads) reserve(c *Candidate, lease *Lease) {
 }
 
 // leastLoaded returns the index of the least loaded candidate that is not full, or -1. Among equal loads the one that was picked
-// longest ago is taken, unless better says otherwise: better(i, j) is negative when i is to be preferred. The caller holds the mutex.
-func leastLoaded(candidates []Candidate, better func(i, j int) int) int {
+// longest ago is taken, unless better says otherwise: better(i, j) is negative when i is to be preferred. Loads are taken for the weight. The caller holds the mutex.
+func leastLoaded(candidates []Candidate, better func(i, j int) float64) int {
 	best := -1
 	for i := range candidates {
 		c := &candidates[i]
@@ -163,9 +174,9 @@ func leastLoaded(candidates []Candidate, better func(i, j int) int) int {
 }
 
 // preferred says whether candidate i is to be taken before j: lower load, then better, then picked longest ago.
-func preferred(candidates []Candidate, i, j int, better func(i, j int) int) bool {
+func preferred(candidates []Candidate, i, j int, better func(i, j int) float64) bool {
 	a, b := &candidates[i], &candidates[j]
-	if la, lb := a.load(), b.load(); la != lb {
+	if la, lb := a.relative(), b.relative(); la != lb {
 		return la < lb
 	}
 	if better != nil {

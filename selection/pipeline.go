@@ -39,7 +39,7 @@ func (SessionAffinity) Score(s *Situation, i int) float64 {
 }
 
 // Score implements [Scorer].
-func (StaticWeight) Score(s *Situation, i int) float64 { return s.Candidates[i].Weight / s.heaviest }
+func (StaticWeight) Score(s *Situation, i int) float64 { return s.Candidates[i].weight() / s.heaviest }
 
 // Score implements [Scorer].
 func (InFlightLoad) Score(s *Situation, i int) float64 {
@@ -102,7 +102,7 @@ func (p *Pipeline) choose(s *Situation, lease *Lease) (Decision, bool) {
 		if load := c.load(); s.least < 0 || load < s.least {
 			s.least = load
 		}
-		s.heaviest = max(s.heaviest, c.Weight)
+		s.heaviest = max(s.heaviest, c.weight())
 	}
 	best, highest, equals := -1, 0.0, 0
 	for i := range s.Candidates {

@@ -136,12 +136,17 @@ func (p *Prefixes) record(req *Request, picked view, lease *Lease) {
 	}
 }
 
-// prompts is how many prompts are recorded for a candidate. The caller holds the lock.
-func (p *Prefixes) prompts(v *view) int {
-	if v.slot == noSlot {
-		return 0
+// fewer compares how many prompts are recorded for two candidates, for their weight: it is negative when i has fewer than j. Prompts are
+// counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch off: the spread over idle
+// replicas would be uneven. The caller holds the lock.
+func (p *Prefixes) fewer(candidates []Candidate, views []view, i, j int) float64 {
+	prompts := func(i int) float64 {
+		if views[i].slot == noSlot {
+			return 0
+		}
+		return float64(p.index.Prompts(views[i].slot)) / candidates[i].weight()
 	}
-	return p.index.Prompts(v.slot)
+	return prompts(i) - prompts(j)
 }
 
 // settle confirms a provisional record or takes it back.

@@ -21,7 +21,7 @@ type Candidate struct {
 	// the critical section of the pick, where the transport's own check can be late.
 	Limit int
 
-	// Weight is the operator's static weight, above 0.
+	// Weight is the operator's static weight: how much the replica can take, compared to others. 0 is 1.
 	Weight float64
 
 	// Member is the replica's place in the [Prefixes] of the strategy; nil when nothing is recorded for it.

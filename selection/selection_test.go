@@ -552,3 +552,30 @@ func TestHoldersWithinABlockAreEquals(t *testing.T) {
 		t.Error("in a short prompt every byte counts")
 	}
 }
+
+func TestWeightsSayHowMuchAReplicaCanTake(t *testing.T) {
+	f := newFleet(t, 2)
+	f.all[0].Weight = 2
+	served := make([]int, 2)
+	for i := range 30 {
+		got, _, _ := f.pick(text(fmt.Sprintf("%d is held open", i*7919)))
+		served[got]++
+	}
+	if served[0] != 20 {
+		t.Errorf("served %v, want 20 and 10", served)
+	}
+	f = newFleet(t, 2)
+	f.all[0].Weight = 2
+	f.warm(0, text("prompt"))
+	f.load(6, 0)
+	if got, d, _ := f.pick(text("prompt")); got != 1 || d.Reason != ReasonOverloaded {
+		t.Errorf("replica %d for %s", got, d.Reason)
+	}
+	f = newFleet(t, 2)
+	f.all[0].Weight = 2
+	f.warm(0, text("prompt"))
+	f.load(4, 0)
+	if got, d, _ := f.pick(text("prompt")); got != 0 || d.Reason != ReasonCache {
+		t.Errorf("replica %d for %s", got, d.Reason)
+	}
+}

@@ -13,6 +13,7 @@ type model struct {
 	prompts []*modelPrompt
 	used    map[Slot]bool
 	limits  Limits
+	maxText map[Slot]int64
 }
 
 type modelPrompt struct {
@@ -71,6 +72,25 @@ func (m *model) nodes(s Slot) (n int) {
 	return n
 }
 
+// text returns how many bytes a slot holds: its prompts' distinct prefixes.
+func (m *model) text(s Slot) (n int64) {
+	var texts []string
+	for _, p := range m.prompts {
+		if p.slot == s {
+			texts = append(texts, p.text)
+		}
+	}
+	slices.Sort(texts)
+	last := ""
+	for _, text := range texts {
+		n += int64(len(text) - commonPrefixNaive(last, text))
+		last = text
+	}
+	return n
+}
+
+func (m *model) overText(s Slot) bool { return m.maxText[s] > 0 && m.text(s) > m.maxText[s] }
+
 func (m *model) count(s Slot) (n int) {
 	for _, p := range m.prompts {
 		if p.slot == s {
@@ -102,13 +122,13 @@ func (m *model) insert(s Slot, text string) *modelPrompt {
 	return p
 }
 
-// pruneNodes keeps the limit on nodes, the lowest slot first.
-func (m *model) pruneNodes() {
-	if len(m.allNodes()) <= m.limits.MaxNodes {
+// pruneSlots keeps the limits of the slots, the lowest slot first.
+func (m *model) pruneSlots() {
+	if len(m.allNodes()) <= m.limits.MaxNodes && len(m.maxText) == 0 {
 		return
 	}
 	for s := range slices.Max(append(slices.Collect(keys(m.used)), 0)) + 1 {
-		for m.nodes(s) > m.limits.MaxNodes {
+		for m.nodes(s) > m.limits.MaxNodes || m.overText(s) {
 			i := slices.IndexFunc(m.prompts, func(p *modelPrompt) bool { return p.slot == s })
 			m.prompts = slices.Delete(m.prompts, i, i+1)
 		}
@@ -170,7 +190,7 @@ func (p *program) text(earlier []string) string {
 func run(t *testing.T, data []byte) {
 	p := &program{data: data}
 	tree := New()
-	m := &model{used: map[Slot]bool{}, limits: Limits{DefaultMaxNodes, DefaultMaxBytes}}
+	m := &model{used: map[Slot]bool{}, maxText: map[Slot]int64{}, limits: Limits{DefaultMaxNodes, DefaultMaxBytes}}
 
 	// The slots in use lie in one group of 64, in neighbouring groups, or far apart.
 	step := []int{1, 33, 150}[p.next(3)]
@@ -189,7 +209,7 @@ func run(t *testing.T, data []byte) {
 	for !p.done() {
 		var step string
 		var pruning bool
-		switch op := p.next(16); op {
+		switch op := p.next(17); op {
 		default:
 			s, text := slot(), p.text(texts)
 			step = fmt.Sprintf("insert %d %.60q (%d)", s, text, len(text))
@@ -233,6 +253,7 @@ func run(t *testing.T, data []byte) {
 			step = fmt.Sprintf("remove %d", s)
 			tree.Remove(s)
 			m.used[s] = false
+			delete(m.maxText, s)
 			m.prompts = slices.DeleteFunc(m.prompts, func(p *modelPrompt) bool { return p.slot == s })
 			pruning = true
 		case 13:
@@ -250,6 +271,14 @@ func run(t *testing.T, data []byte) {
 			step = fmt.Sprintf("limits %+v", m.limits)
 			tree.SetLimits(m.limits)
 			pruning = true
+		case 16:
+			s, most := slot(), []int64{0, -1, 1, 10, 60, 800, 3000}[p.next(7)]
+			step = fmt.Sprintf("at most %d bytes in slot %d", most, s)
+			tree.SetMaxText(s, most)
+			if m.used[s] {
+				m.maxText[s] = most
+			}
+			pruning = true
 		case 15:
 			m.limits.MaxBytes = []int64{DefaultMaxBytes, 250, 400, 1000, 2000, 6000, 12000}[p.next(7)]
 			step = fmt.Sprintf("limits %+v", m.limits)
@@ -258,7 +287,7 @@ func run(t *testing.T, data []byte) {
 		}
 
 		if pruning {
-			m.pruneNodes()
+			m.pruneSlots()
 			// What text takes on the heap is not the model's to know. But what goes, goes in order, and not while there
 			// is room.
 			if excess := len(m.prompts) - tree.Stats().Prompts; excess > 0 {
@@ -317,7 +346,10 @@ func compare(t *testing.T, step string, tree *Tree, m *model, probes []string) {
 			if got, want := tree.Nodes(s), m.nodes(s); got != want {
 				t.Fatalf("%s: slot %d has %d nodes, want %d", step, s, got, want)
 			}
-		} else if tree.Prompts(s) != 0 || tree.Nodes(s) != 0 {
+			if got, want := tree.Text(s), m.text(s); got != want {
+				t.Fatalf("%s: slot %d holds %d bytes of text, want %d", step, s, got, want)
+			}
+		} else if tree.Prompts(s) != 0 || tree.Nodes(s) != 0 || tree.Text(s) != 0 {
 			t.Fatalf("%s: slot %d has %d prompts, %d nodes, want none", step, s, tree.Prompts(s), tree.Nodes(s))
 		}
 	}

@@ -98,8 +98,12 @@ type slot struct {
 	used    bool
 	nodes   int
 	prompts int
-	recent  list // its prompts, by insertion
+	recent  list  // its prompts, by insertion
+	text    int64 // bytes of its prompts, what they share counted once
+	maxText int64 // 0 for no limit
 }
+
+func (s *slot) overText() bool { return s.maxText > 0 && s.text > s.maxText }
 
 // Record is the handle of one Insert, to be settled at most once, by Confirm or Rollback. Records are comparable; the zero
 // Record is none, and settling it does nothing.
@@ -150,6 +154,25 @@ func (t *Tree) SetLimits(l Limits) {
 	t.limits = l
 	t.crowded = true
 	t.prune()
+}
+
+// SetMaxText limits the bytes of text that a slot may hold, what its prompts share counted once; 0 and below is no limit. It is how a slot is
+// kept to what its target's own cache has room for. What is over it is pruned at once.
+func (t *Tree) SetMaxText(s Slot, bytes int64) {
+	if !t.inUse(s) {
+		return
+	}
+	t.slots[s].maxText = max(bytes, 0)
+	t.crowded = t.crowded || t.slots[s].overText()
+	t.prune()
+}
+
+// Text returns how many bytes of text the slot holds, what its prompts share counted once.
+func (t *Tree) Text(s Slot) int64 {
+	if !t.inUse(s) {
+		return 0
+	}
+	return t.slots[s].text
 }
 
 // Add returns a new slot, the lowest that is free.
@@ -474,6 +497,7 @@ func (t *Tree) hold(at uint32, s Slot) {
 		n.holders.hold(s)
 		t.stats.Bytes += n.holders.heapBytes()
 		t.countNodes(s, 1)
+		t.countText(s, n.edge.len())
 		at = n.parent
 	}
 }
@@ -495,6 +519,7 @@ func (t *Tree) release(at uint32, s Slot) (lowest uint32) {
 		parent := n.parent
 		n.holders.drop(s)
 		t.countNodes(s, -1)
+		t.countText(s, -n.edge.len())
 		if n.holders.empty() {
 			t.detach(at)
 			t.removeNode(at)
@@ -526,12 +551,19 @@ func (t *Tree) countNodes(s Slot, by int) {
 	}
 }
 
+func (t *Tree) countText(s Slot, by int) {
+	t.slots[s].text += int64(by)
+	if t.slots[s].overText() {
+		t.crowded = true
+	}
+}
+
 // prune forgets prompts until the limits are kept.
 func (t *Tree) prune() {
 	if t.crowded {
 		t.crowded = false
 		for s := range t.slots {
-			for t.slots[s].nodes > t.limits.MaxNodes {
+			for t.slots[s].nodes > t.limits.MaxNodes || t.slots[s].overText() {
 				t.forget(t.slots[s].recent.oldest)
 				t.stats.Pruned++
 			}

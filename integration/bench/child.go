@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -180,7 +179,10 @@ func (usageAPI) Routes() []caddy.AdminRoute {
 	return []caddy.AdminRoute{
 		{Pattern: "/bench/cpu", Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
 			total, err := cpuTime()
-			return errors.Join(err, json.NewEncoder(w).Encode(cpuUsage{total, gcTime()}))
+			if err != nil {
+				return err
+			}
+			return json.NewEncoder(w).Encode(cpuUsage{total, gcTime()})
 		})},
 		{Pattern: "/bench/memory", Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
 			return json.NewEncoder(w).Encode(readMemory())

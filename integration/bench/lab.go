@@ -22,10 +22,10 @@ type variant struct {
 
 var variants = []variant{
 	{"direct", nil},
-	{plain, func(upstreams []string) string { return reverseProxy(upstreams, "") }},
-	{"buffered", func(upstreams []string) string { return reverseProxy(upstreams, "request_buffers 64MiB") }},
-	{"rolter", func(upstreams []string) string { return handler(upstreams, "") }},
-	{"policy", func(upstreams []string) string { return reverseProxy(upstreams, "lb_policy rolter cache_aware") }},
+	{plain, reverseProxy("")},
+	{"buffered", reverseProxy("request_buffers 64MiB")},
+	{"rolter", handler("")},
+	{"policy", reverseProxy("lb_policy rolter cache_aware")},
 }
 
 // plain is the name of the variant that the others are compared with.
@@ -33,22 +33,28 @@ const plain = "plain"
 
 // memoryVariants are those whose memory is measured.
 var memoryVariants = []variant{
-	{"plain", func(upstreams []string) string { return reverseProxy(upstreams, "") }},
-	{"rolter, max_bytes 2GiB", func(upstreams []string) string { return handler(upstreams, "max_bytes 2GiB") }},
-	{"rolter, default max_bytes", func(upstreams []string) string { return handler(upstreams, "") }},
+	{plain, reverseProxy("")},
+	{"rolter, max_bytes 2GiB", handler("max_bytes 2GiB")},
+	{"rolter, default max_bytes", handler("")},
 }
 
-func reverseProxy(upstreams []string, option string) string {
-	return fmt.Sprintf("reverse_proxy %s {\n%s\n}", strings.Join(upstreams, " "), option)
-}
-
-func handler(upstreams []string, option string) string {
-	var providers, targets strings.Builder
-	for i, address := range upstreams {
-		fmt.Fprintf(&providers, "provider replica-%d http://%s\n", i, address)
-		fmt.Fprintf(&targets, "target replica-%d\n", i)
+// reverseProxy is a site with Caddy's own proxy.
+func reverseProxy(option string) func(upstreams []string) string {
+	return func(upstreams []string) string {
+		return fmt.Sprintf("reverse_proxy %s {\n%s\n}", strings.Join(upstreams, " "), option)
 	}
-	return fmt.Sprintf("rolter {\n%sroute %s {\nstrategy cache_aware\n%s%s\n}\n}", &providers, model, &targets, option)
+}
+
+// handler is a site with Rolter's handler; the option is one of the route.
+func handler(option string) func(upstreams []string) string {
+	return func(upstreams []string) string {
+		var providers, targets strings.Builder
+		for i, address := range upstreams {
+			fmt.Fprintf(&providers, "provider replica-%d http://%s\n", i, address)
+			fmt.Fprintf(&targets, "target replica-%d\n", i)
+		}
+		return fmt.Sprintf("rolter {\n%sroute %s {\nstrategy cache_aware\n%s%s\n}\n}", &providers, model, &targets, option)
+	}
 }
 
 // lab is everything that is up while it is measured.
@@ -103,7 +109,8 @@ func (l *lab) startUpstreams() (addresses []string, err error) {
 		<-p.done
 		_ = w.CloseWithError(errors.New("they ended"))
 	}()
-	return addresses, json.NewDecoder(r).Decode(&addresses)
+	err = json.NewDecoder(r).Decode(&addresses)
+	return addresses, err
 }
 
 // startCaddy starts a Caddy with one site and waits until it serves.

@@ -15,15 +15,15 @@
 //   - policy: reverse_proxy with lb_policy rolter cache_aware
 //
 // Chat completions are sent over 16 connections. Half of the prompt is one of 8 system prompts and the other half has
-// never been sent before. The variants take turns in short slices, in another order every round, so that whatever else
+// never been sent before. The variants take short turns, in another order every round, so that whatever else
 // the machine does hits all of them alike. What counts is the CPU time (user and system) of the Caddy process, which
 // depends far less on the machine's other load than latency and requests per second do.
 //
 // Each round gives a ratio to plain; the table shows their median and quartiles, and as "overall" the ratio of the sums over all
-// rounds. The two differ by garbage collection: with a large heap it is rare, so that few rounds have one, and those
-// have all of its cost. "GC" is the mean of what it takes. A Caddy with a record of prompts collects
-// far less often than one with next to no heap, which pays for a part of what Rolter does; with --sizes 0.5 the record stays small
-// and does not pay.
+// rounds. The two differ by garbage collection: with a large heap it is rare, so that few rounds have one, and those have all
+// of its cost. "GC" is the mean of what it takes. A Caddy with a record of prompts collects far less often than one with next
+// to no heap, which pays for a part of what Rolter does; with --sizes 0.5 the record stays small and pays little. The
+// processes inherit GOGC: with GOGC=400 in the environment, plain hardly collects either.
 package main
 
 import (
@@ -44,7 +44,7 @@ import (
 // options are what the flags say.
 type options struct {
 	rounds     int
-	requests   int // in a slice
+	requests   int // of a turn
 	sizes      []string
 	variants   []variant
 	profiled   []string // names of variants
@@ -67,6 +67,9 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, o, os.Stdout); err != nil {
+		if ctx.Err() != nil {
+			err = ctx.Err() // what it broke off does not matter
+		}
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
@@ -74,12 +77,6 @@ func main() {
 
 // parse reads the command line.
 func parse(args []string) (o options, err error) {
-	list := func(into *[]string) func(string) error {
-		return func(s string) error {
-			*into = strings.Split(s, ",")
-			return nil
-		}
-	}
 	o.sizes = []string{"0.5", "8", "64", streamSize}
 	o.variants = variants
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
@@ -105,16 +102,19 @@ func parse(args []string) (o options, err error) {
 		}
 		return nil
 	})
-	flags.Func("cpuprofile", "after the measurement, profile these variants and write <variant>-<size>.pprof here", list(&o.profiled))
+	flags.Func("cpuprofile", "after the measurement, profile these variants and write <variant>-<size>.pprof here", func(s string) error {
+		o.profiled = strings.Split(s, ",")
+		return nil
+	})
 	flags.BoolVar(&o.memory, "memory", false, "measure memory instead: its growth with 100 MB of distinct prompts in pieces of 8 KiB")
 	flags.BoolVar(&o.json, "json", false, "print JSON, with the figures of every round")
-	quick := flags.Bool("quick", false, "try only whether it works: few rounds, few requests, little text")
+	quick := flags.Bool("quick", false, "try only whether it works: one round, few requests, little text")
 	if err = flags.Parse(args); err != nil {
 		return o, err
 	}
 	o.memoryText = 100e6
 	if *quick {
-		o.rounds, o.requests, o.memoryText = 2, 64, 1e6
+		o.rounds, o.requests, o.memoryText = 1, 64, 1e6
 	}
 	for _, name := range o.profiled {
 		if !slices.ContainsFunc(o.variants, func(v variant) bool { return v.name == name && v.site != nil }) {

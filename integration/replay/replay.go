@@ -36,6 +36,7 @@ type Options struct {
 	CacheBlocks int     // of each replica; 0 is unbounded
 	PrefillRate float64 // tokens/s of each replica
 	DecodeMS    float64 // ms from one token of an answer to the next
+	IndexScale  float64 // size of the record of each replica's prompts, as a multiple of its cache; 0 leaves it to the strategies' own limits
 	RateScale   float64 // how many times faster than in the trace the requests come
 	Seed        uint64  // of the generated trace
 	JSON        bool    // print JSON, not a table
@@ -49,6 +50,7 @@ func RegisterFlags(fs *pflag.FlagSet) *Options {
 	fs.IntVar(&o.CacheBlocks, "cache-blocks", 4000, "size of each replica's cache in blocks of 512 tokens, 0 for unbounded")
 	fs.Float64Var(&o.PrefillRate, "prefill-rate", 7000, "prefill speed of each replica in tokens per second")
 	fs.Float64Var(&o.DecodeMS, "decode-ms", 30, "time of each token of an answer in milliseconds")
+	fs.Float64Var(&o.IndexScale, "index-scale", 0, "size of the record of each replica's prompts as a multiple of its cache, 0 for the strategies' own limits")
 	fs.Float64Var(&o.RateScale, "rate-scale", 1, "how many times faster than in the trace the requests come")
 	fs.Uint64Var(&o.Seed, "seed", 1, "seed of the trace that is generated when none is given")
 	fs.BoolVar(&o.JSON, "json", false, "print JSON")
@@ -66,6 +68,7 @@ func (o Options) validate() error {
 		{"cache-blocks", float64(o.CacheBlocks), 0, math.MaxInt32},
 		{"prefill-rate", o.PrefillRate, 1, 1e9},
 		{"decode-ms", o.DecodeMS, 0.001, 10_000},
+		{"index-scale", o.IndexScale, 0, 1000},
 		{"rate-scale", o.RateScale, 0.01, 1000},
 	} {
 		if !(option.value >= option.least && option.value <= option.most) { // NaN is not

@@ -29,9 +29,10 @@ type attempt struct {
 // simulate replays the trace with a strategy, and returns an attempt for each request.
 func simulate(ctx context.Context, t *trace, strategy string, opts Options) ([]attempt, error) {
 	s := new(simulation)
+	tree := trie.New()
 	w := world{
 		loads:    selection.NewLoads(func() time.Duration { return s.now }),
-		prefixes: selection.NewPrefixes(trie.New()),
+		prefixes: selection.NewPrefixes(tree),
 		replicas: opts.Replicas,
 		now:      func() time.Time { return time.Unix(0, 0).Add(s.now) },
 	}
@@ -44,6 +45,11 @@ func simulate(ctx context.Context, t *trace, strategy string, opts Options) ([]a
 	for i := range opts.Replicas {
 		s.candidates = append(s.candidates, selection.Candidate{Load: w.loads.Acquire(address(i)), Weight: 1, Member: w.prefixes.Join(address(i))})
 		s.engines = append(s.engines, replica.NewEngine(timing, replica.NewCache(opts.CacheBlocks), cachedTokens))
+	}
+	if opts.IndexScale > 0 {
+		for slot := range tree.Slots() {
+			tree.SetMaxText(slot, int64(opts.IndexScale*float64(opts.CacheBlocks*blockTokens*bytesPerToken)))
+		}
 	}
 
 	attempts := make([]attempt, 0, len(t.requests))
