@@ -41,7 +41,7 @@ type Provider struct {
 	// The LMCache controller of the replica, for `lmcache_aware`.
 	LMCache *LMCache `json:"lmcache,omitempty"`
 
-	dial   string // address to dial, the replica's stable identity
+	dial   string // address to dial
 	scheme string
 	path   string // prefix of the request path, without a slash at the end
 }
@@ -316,6 +316,9 @@ func (p *Provider) parseBase(base string) error {
 	p.path = strings.TrimRight(u.Path, "/")
 	return nil
 }
+
+// identity is what stays the same of the replica from one configuration to the next. A front may have several behind one address, by path.
+func (p *Provider) identity() string { return p.dial + p.path }
 
 // pathFor is the path at the provider for the path of a request.
 func (p *Provider) pathFor(path string) string {

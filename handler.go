@@ -207,16 +207,17 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 // read reads the body of the request into q and finds its route. The errors are for the client: an [apiError], or one that already has a status.
 func (h *Handler) read(w http.ResponseWriter, r *http.Request, q *request) (*Route, error) {
 	r.Header.Del(tokenIDsHeader)
+	if r.ContentLength > h.MaxBody {
+		return nil, h.tooLarge(r)
+	}
 	if caddyhttp.IsIncremental(r.Header) {
 		// The client asked that nobody holds the body back. It can be had only where the body neither decides where it goes nor is changed.
 		if h.byDefault == nil || h.byDefault.renames {
 			return nil, apiError{http.StatusNotImplemented, "invalid_request_error", "incremental_refused", "", "the model cannot be read from an incremental request"}
 		}
 		countNoPrompt("incremental")
+		r.Body = http.MaxBytesReader(w, r.Body, h.MaxBody)
 		return h.byDefault, nil
-	}
-	if r.ContentLength > h.MaxBody {
-		return nil, h.tooLarge(r)
 	}
 	body, err := readBody(r.Body, r.ContentLength, h.MaxBody)
 	q.body = body

@@ -140,10 +140,12 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
 func (s *scratch) reset() { s.candidates, s.index = s.candidates[:0], s.index[:0] }
 
-func (s *scratch) add(i int, up *reverseproxy.Upstream, m *member, weight float64) {
-	s.candidates = append(s.candidates, selection.Candidate{
-		Load: m.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Weight: weight, Member: m.recorded,
-	})
+func (s *scratch) add(i int, up *reverseproxy.Upstream, m *member, weight float64, sharedDial bool) {
+	c := selection.Candidate{Load: m.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Weight: weight, Member: m.recorded}
+	if sharedDial {
+		c.Floor = 0
+	}
+	s.candidates = append(s.candidates, c)
 	s.index = append(s.index, i)
 }
 
@@ -155,6 +157,8 @@ type choice struct {
 	// tryResting allows a replica that rests after a failure when there is no other left to try, which is better than an error. It is only
 	// right where resting is the only thing that can make an upstream unhealthy.
 	tryResting bool
+	// sharedDial says that several replicas are behind one address, whose requests the proxy counts together.
+	sharedDial bool
 	// tryAgain allows replicas that this request has tried already when all have been: the operator asked for more attempts than replicas.
 	tryAgain bool
 }
@@ -175,7 +179,7 @@ func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*m
 		s.reset()
 		for i, up := range pool {
 			if usable(up) && (len(q.tried) == 0 || !slices.Contains(q.tried, members[i])) {
-				s.add(i, up, members[i], weight(i))
+				s.add(i, up, members[i], weight(i), c.sharedDial)
 			}
 		}
 		return len(s.candidates) > 0

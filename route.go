@@ -94,7 +94,7 @@ func (rt *Route) provision(ctx caddy.Context, h *Handler) error {
 		return fmt.Errorf("reverse_proxy: %w", err)
 	}
 	for _, t := range rt.Targets {
-		t.member = rt.group.get(t.provider.dial, t.Model)
+		t.member = rt.group.get(t.provider.identity(), t.Model)
 		rt.members = append(rt.members, t.member)
 	}
 	return whenStarted(ctx, func() { rt.group.setLimits(rt.limits()) })
@@ -106,6 +106,7 @@ func (rt *Route) findProviders(h *Handler) error {
 		return errors.New("targets: must not be empty")
 	}
 	seen := make(map[[2]string]bool)
+	dials := make(map[string]string)
 	for _, t := range rt.Targets {
 		if t == nil {
 			return errors.New("targets: must not contain null")
@@ -122,6 +123,10 @@ func (rt *Route) findProviders(h *Handler) error {
 		if !(t.weight > 0) || math.IsInf(t.weight, 0) {
 			return fmt.Errorf("target %q: weight %v: must be above 0", t.Provider, t.weight)
 		}
+		if name, ok := dials[t.provider.dial]; ok && name != t.provider.identity() {
+			rt.choice.sharedDial = true
+		}
+		dials[t.provider.dial] = t.provider.identity()
 		if first := rt.Targets[0].provider; t.provider.scheme != first.scheme {
 			return fmt.Errorf("target %q: api_base %q: all targets of a route must have the same scheme (%s)", t.Provider, redactedURL(t.provider.APIBase), first.scheme)
 		}
@@ -275,6 +280,10 @@ func withTransportDefaults(raw json.RawMessage, tls bool) (json.RawMessage, erro
 	}
 	if _, set := transport["tls"]; tls && !set {
 		transport["tls"] = json.RawMessage(`{}`)
+	}
+	if _, set := transport["compression"]; !set {
+		// Otherwise Go asks for gzip where the client did not, and unpacks the answer.
+		transport["compression"] = json.RawMessage(`false`)
 	}
 	keepAlive := map[string]json.RawMessage{}
 	if set, ok := transport["keep_alive"]; ok {

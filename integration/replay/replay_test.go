@@ -367,7 +367,7 @@ func TestErrors(t *testing.T) {
 		{"bad gzip", "\x1f\x8bnonsense...", nil, "standard input: gzip: invalid header"},
 		{"gzip cut off", "\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00", nil, "line 1: unexpected EOF"},
 
-		{"unknown strategy", good, []string{"--strategy", "cache_aware,wrong"}, `--strategy "wrong": unknown; there are cache_aware, least_load, round_robin, random`},
+		{"unknown strategy", good, []string{"--strategy", "cache_aware,wrong"}, `--strategy "wrong": unknown; there are cache_aware, least_prefill, pipeline, least_load, round_robin, random`},
 		{"no strategy", good, []string{"--strategy", ""}, "--strategy: none given; there are cache_aware"},
 		{"no replicas", good, []string{"--replicas", "0"}, "--replicas 0: must be from 1 to 1024"},
 		{"too many replicas", good, []string{"--replicas", "1025"}, "--replicas 1025: must be"},
