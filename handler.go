@@ -68,6 +68,9 @@ func (Handler) CaddyModule() caddy.ModuleInfo {
 // Provision checks the configuration and prepares the routes. It contacts nobody.
 func (h *Handler) Provision(ctx caddy.Context) error {
 	h.logger = ctx.Logger()
+	if _, err := ctx.App("rolter"); err != nil {
+		return err
+	}
 	if err := registerMetrics(ctx); err != nil {
 		return err
 	}
@@ -187,6 +190,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		}
 		return err
 	}
+	rt.group.limit(rt.limits()) // not before: a configuration that never serves must not change what is shared
 	q.strategy, q.counters = rt.Strategy, rt.counters
 	q.publishTo(r.Context(), handlerVar, q)
 

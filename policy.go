@@ -16,7 +16,6 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/rolter-ai/caddy-rolter/prompt"
-	"github.com/rolter-ai/caddy-rolter/selection"
 )
 
 // Policy chooses among the upstreams of a reverse_proxy the one whose KV cache already holds the beginning of the prompt.
@@ -52,6 +51,9 @@ func (Policy) CaddyModule() caddy.ModuleInfo {
 // Provision checks the configuration. It contacts nobody.
 func (p *Policy) Provision(ctx caddy.Context) error {
 	p.logger = ctx.Logger()
+	if _, err := ctx.App("rolter"); err != nil {
+		return err
+	}
 	if err := registerMetrics(ctx); err != nil {
 		return err
 	}
@@ -82,7 +84,7 @@ func (p *Policy) Provision(ctx caddy.Context) error {
 	// How often and for how long to try is the business of the proxy around us.
 	p.choice = choice{strategy: strategy, tryAgain: true}
 	p.counters = newDecisionCounters("", p.Strategy)
-	return whenStarted(ctx, func() { group.setLimits(p.limits()) })
+	return nil
 }
 
 // Cleanup gives back what the policy took. Requests that are still running go on.
@@ -103,6 +105,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if len(pool) == 0 {
 		return nil
 	}
+	p.group.limit(p.limits())
 	ctx := r.Context()
 	q, _ := caddyhttp.GetVar(ctx, policyVar).(*policyRequest)
 	if q == nil || q.owner != p {
@@ -169,11 +172,15 @@ func (p *Policy) read(r *http.Request, q *request) {
 	q.parse(r.URL.Path)
 	// The same text is another prompt to another model.
 	if len(q.asked.Text) > 0 {
-		text := make([]byte, 0, len(q.model)+1+len(q.asked.Text))
-		text = append(append(append(text, q.model...), 0xFF), q.asked.Text...)
-		q.asked = selection.Request{Text: text, Lead: len(q.model) + 1 + q.asked.Lead, Tail: q.asked.Tail}
+		q.text = texts.Get().(*[]byte)
+		text := append(append(append((*q.text)[:0], q.model...), 0xFF), q.asked.Text...)
+		*q.text = text
+		q.asked.Text = text
+		q.asked.Lead += len(q.model) + 1
 	}
 }
+
+var texts = sync.Pool{New: func() any { return new([]byte) }}
 
 // unreadable says why the body of a request is not looked at, or nothing.
 func (p *Policy) unreadable(r *http.Request) string {

@@ -33,6 +33,7 @@ type request struct {
 	parser *prompt.Parser
 	parsed *prompt.Body // valid as long as parser is held
 	model  string       // that the client asked for
+	text   *[]byte      // pooled memory of asked.Text, where it is not the parser's
 	asked  selection.Request
 
 	attempt int
@@ -123,6 +124,9 @@ func (q *request) end() {
 	q.lease.Release()
 	if q.body != nil {
 		q.body.release()
+	}
+	if q.text != nil && cap(*q.text) <= maxPooledBuffer {
+		texts.Put(q.text)
 	}
 	if q.parser != nil {
 		q.parser.Reset()

@@ -20,38 +20,19 @@ func init() {
 	httpcaddyfile.RegisterDirectiveOrder("rolter", httpcaddyfile.Before, "reverse_proxy")
 }
 
-// App is there so that what Rolter changes in state that outlives a configuration is changed when the configuration starts, and not when
-// it is merely provisioned: a configuration that fails to load, or is only validated, must not disturb the running one. It has no
-// configuration of its own; handlers and policies bring it into being.
-type App struct {
-	onStart []func()
-}
+// App is where background work starts and stops with the configuration. It has no configuration of its own, and no work yet; handlers and policies
+// bring it into being.
+type App struct{}
 
 // CaddyModule returns the Caddy module information.
 func (App) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "rolter", New: func() caddy.Module { return new(App) }}
 }
 
-// Start applies what the handlers and policies of this configuration registered.
-func (a *App) Start() error {
-	for _, f := range a.onStart {
-		f()
-	}
-	return nil
-}
+// Start implements [caddy.App].
+func (App) Start() error { return nil }
 
-// Stop does nothing: there is no background work yet.
-func (a *App) Stop() error { return nil }
-
-// whenStarted has f called when the configuration starts.
-func whenStarted(ctx caddy.Context, f func()) error {
-	app, err := ctx.App("rolter")
-	if err != nil {
-		return err
-	}
-	a := app.(*App)
-	a.onStart = append(a.onStart, f)
-	return nil
-}
+// Stop implements [caddy.App].
+func (App) Stop() error { return nil }
 
 var _ caddy.App = (*App)(nil)

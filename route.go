@@ -63,6 +63,31 @@ const restTime = caddy.Duration(time.Second)
 // so other statuses are not.
 const retryExpression = `{http.reverse_proxy.status_code} == 503 || {http.reverse_proxy.is_transport_error} == true`
 
+// retryMatcher is the expression, and before it the same in Go, because the proxy asks for every answer and hardly any is to be tried again. The
+// expression cannot be left out: the proxy shows answers only to sets of matchers that have one.
+func retryMatcher(ctx caddy.Context) (caddyhttp.MatcherSets, error) {
+	expression := &caddyhttp.MatchExpression{Expr: retryExpression}
+	if err := expression.Provision(ctx); err != nil {
+		return nil, err
+	}
+	return caddyhttp.MatcherSets{{mayRetry{}, expression}}, nil
+}
+
+type mayRetry struct{}
+
+// MatchWithError implements [caddyhttp.RequestMatcherWithError].
+func (mayRetry) MatchWithError(r *http.Request) (bool, error) {
+	repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	if !ok {
+		return true, nil
+	}
+	if failed, _ := repl.Get("http.reverse_proxy.is_transport_error"); failed == true {
+		return true, nil
+	}
+	status, _ := repl.Get("http.reverse_proxy.status_code")
+	return status == http.StatusServiceUnavailable, nil
+}
+
 // provision checks the route and prepares it. Errors name the key and the value.
 func (rt *Route) provision(ctx caddy.Context, h *Handler) error {
 	rt.handler, rt.logger = h, h.logger
@@ -97,7 +122,7 @@ func (rt *Route) provision(ctx caddy.Context, h *Handler) error {
 		t.member = rt.group.get(t.provider.identity(), t.Model)
 		rt.members = append(rt.members, t.member)
 	}
-	return whenStarted(ctx, func() { rt.group.setLimits(rt.limits()) })
+	return nil
 }
 
 // findProviders connects the targets with their providers.
@@ -234,7 +259,9 @@ func (rt *Route) provisionProxy(ctx caddy.Context) (err error) {
 		lb.Retries = len(rt.Targets) - 1
 	}
 	if lb.RetryMatchRaw == nil && (several || rt.choice.tryAgain) {
-		lb.RetryMatchRaw = caddyhttp.RawMatcherSets{caddy.ModuleMap{"expression": caddyconfig.JSON(retryExpression, nil)}}
+		if lb.RetryMatch, err = retryMatcher(ctx); err != nil {
+			return err
+		}
 	}
 
 	if several {
@@ -328,4 +355,8 @@ func (rt *Route) cleanup() error {
 	return rt.ReverseProxy.Cleanup()
 }
 
-var _ reverseproxy.Selector = (*Route)(nil)
+// Interface guards
+var (
+	_ reverseproxy.Selector             = (*Route)(nil)
+	_ caddyhttp.RequestMatcherWithError = mayRetry{}
+)

@@ -32,6 +32,9 @@ var (
 type prefixPool struct {
 	*selection.Prefixes
 	tree *trie.Tree // only inside Prefixes.Do
+
+	mu     sync.Mutex
+	groups []*group // those that are open, the latest last
 }
 
 // Destruct implements [caddy.Destructor].
@@ -52,15 +55,19 @@ func newPrefixPool() *prefixPool {
 type group struct {
 	name     string
 	prefixes *prefixPool
+	inherit  bool // what a closed group had goes to the next one
 
 	mu      sync.RWMutex
 	members map[string]*member // by key; nil once closed
 	view    atomic.Pointer[view]
+	limited atomic.Bool
+	static  atomic.Bool // the pool is always the same: what it does not have is gone
 }
 
 // member is one replica of a group.
 type member struct {
 	key      string
+	address  string
 	load     *selection.Load
 	recorded *selection.Member // nil when nothing can be recorded for it
 	lastSeen atomic.Int64      // Unix seconds
@@ -79,19 +86,26 @@ const (
 	routeGroup  = "route\x00"
 )
 
-// newGroup takes the shared state of this name. It must be closed.
+// newGroup takes the shared state of this name. It must be closed. A policy does not know its upstreams before its first request: its group inherits
+// those of the configuration before.
 func newGroup(name string) (*group, error) {
 	pooled, _, err := prefixPools.LoadOrNew(name, func() (caddy.Destructor, error) { return newPrefixPool(), nil })
 	if err != nil {
 		return nil, err
 	}
-	return &group{name: name, prefixes: pooled.(*prefixPool), members: make(map[string]*member)}, nil
+	g := &group{name: name, prefixes: pooled.(*prefixPool), inherit: name == policyGroup, members: make(map[string]*member)}
+	g.prefixes.mu.Lock()
+	g.prefixes.groups = append(g.prefixes.groups, g)
+	g.prefixes.mu.Unlock()
+	return g, nil
 }
 
-// Bounds of a group whose upstreams are dynamic: past maxMembers, those that no request has seen for longest go, down to keepMembers.
+// Bounds of a group whose upstreams are dynamic: those that no request has seen for memberExpiry go, and past maxMembers those that were not seen for
+// longest, down to keepMembers.
 const (
-	maxMembers  = 4096
-	keepMembers = 3072
+	maxMembers   = 4096
+	keepMembers  = 3072
+	memberExpiry = time.Hour // as long as Caddy remembers a dynamic upstream
 )
 
 // get returns the member with this identity, which joins the shared state when it is new. After close it returns members that
@@ -112,7 +126,7 @@ func (g *group) get(address, model string) *member {
 	if m := g.members[key]; m != nil {
 		return m
 	}
-	m = &member{key: key, load: loads.Acquire(address)}
+	m = &member{key: key, address: address, load: loads.Acquire(address)}
 	if g.members == nil {
 		loads.Release(m.load)
 		return m
@@ -123,22 +137,37 @@ func (g *group) get(address, model string) *member {
 		m.recorded = g.prefixes.Join(key)
 	}
 	g.members[key] = m
-	if len(g.members) > maxMembers {
-		g.sweep()
-	}
+	g.sweep(time.Now())
 	return m
 }
 
-// sweep drops the members that have not been in any pool for longest. The caller holds g.mu.
-func (g *group) sweep() {
-	oldestLast := slices.SortedFunc(maps.Values(g.members), func(a, b *member) int { return cmp.Compare(b.lastSeen.Load(), a.lastSeen.Load()) })
-	for _, m := range oldestLast[keepMembers:] {
+// sweep drops members that have not been in any pool for long. It is called when the group grows: seldom. The caller holds g.mu.
+func (g *group) sweep(now time.Time) {
+	if v := g.view.Load(); v != nil {
+		for _, m := range v.members {
+			m.lastSeen.Store(now.Unix())
+		}
+	}
+	for _, m := range g.members {
+		if m.lastSeen.Load() < now.Add(-memberExpiry).Unix() {
+			g.drop(m)
+		}
+	}
+	if len(g.members) <= maxMembers {
+		return
+	}
+	latestFirst := slices.SortedFunc(maps.Values(g.members), func(a, b *member) int { return cmp.Compare(b.lastSeen.Load(), a.lastSeen.Load()) })
+	for _, m := range latestFirst[keepMembers:] {
 		g.drop(m)
 	}
 }
 
 func (g *group) drop(m *member) {
 	delete(g.members, m.key)
+	g.giveBack(m)
+}
+
+func (g *group) giveBack(m *member) {
 	if m.recorded != nil {
 		g.prefixes.Leave(m.recorded)
 	}
@@ -148,6 +177,9 @@ func (g *group) drop(m *member) {
 // of returns the members of a pool of upstreams, in its order.
 func (g *group) of(pool reverseproxy.UpstreamPool) []*member {
 	if v := g.view.Load(); v != nil && samePool(v.pool, pool) {
+		if !g.static.Load() && !g.static.Swap(true) {
+			g.keepOnly(v.members)
+		}
 		return v.members
 	}
 	members := make([]*member, len(pool))
@@ -172,26 +204,52 @@ func samePool(a, b reverseproxy.UpstreamPool) bool {
 	return true
 }
 
+// keepOnly drops what is not among the members.
+func (g *group) keepOnly(members []*member) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, m := range g.members {
+		if !slices.Contains(members, m) {
+			g.drop(m)
+		}
+	}
+}
+
 // close gives back what the group took. It may be called again.
 func (g *group) close() {
 	if g == nil {
 		return
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.members == nil {
+	g.prefixes.mu.Lock()
+	defer g.prefixes.mu.Unlock()
+	at := slices.Index(g.prefixes.groups, g)
+	if at < 0 {
 		return
 	}
-	for _, m := range g.members {
-		g.drop(m)
-	}
+	g.prefixes.groups = slices.Delete(g.prefixes.groups, at, at+1)
+
+	g.mu.Lock()
+	g.sweep(time.Now())
+	members := g.members
 	g.members = nil
+	g.mu.Unlock()
+	for _, m := range members {
+		// Each of the others takes what it does not know to be another's.
+		for _, heir := range g.prefixes.groups {
+			if g.inherit && !heir.static.Load() {
+				heir.get(m.address, "")
+			}
+		}
+		g.giveBack(m)
+	}
 	_, _ = prefixPools.Delete(g.name)
 }
 
-// setLimits bounds the shared tree of the group.
-func (g *group) setLimits(limits trie.Limits) {
-	g.prefixes.Do(func(selection.PrefixIndex) { g.prefixes.tree.SetLimits(limits) })
+// limit bounds the shared tree of the group, once.
+func (g *group) limit(limits trie.Limits) {
+	if !g.limited.Load() && !g.limited.Swap(true) {
+		g.prefixes.Do(func(selection.PrefixIndex) { g.prefixes.tree.SetLimits(limits) })
+	}
 }
 
 // normalDial is the stable identity of an upstream: its dial address with the network left out when it is tcp, and in lower case.

@@ -99,3 +99,49 @@ func TestPathFor(t *testing.T) {
 		}
 	}
 }
+
+// A policy sees its upstreams at the first request only: what the configuration before knew must still be there then.
+func TestAPolicyInheritsFromTheConfigurationBefore(t *testing.T) {
+	before, err := newGroup(policyGroup)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pool := reverseproxy.UpstreamPool{{Dial: "a:1"}, {Dial: "b:1"}}
+	known := before.of(pool)[0]
+	failed, _ := newGroup(policyGroup)
+	failed.close()
+	after, _ := newGroup(policyGroup)
+	both := after.get("b:1", "")
+	before.close()
+	if got := after.of(reverseproxy.UpstreamPool{{Dial: "a:1"}})[0]; got.recorded != known.recorded || got.recorded == nil {
+		t.Error("what was recorded for an upstream is lost")
+	}
+	if after.get("b:1", "") != both || len(after.prefixes.Prompts()) != 2 {
+		t.Errorf("%d replicas, want 2", len(after.prefixes.Prompts()))
+	}
+	if both == nil || after.get("b:1", "") != both {
+		t.Error("b has two members")
+	}
+	// The same pool again: there is no other, and b is gone.
+	one := reverseproxy.UpstreamPool{{Dial: "a:1"}}
+	after.of(one)
+	after.of(one)
+	if n := len(after.prefixes.Prompts()); n != 1 {
+		t.Errorf("%d replicas, want 1", n)
+	}
+	known = after.get("c:1", "")
+	known.lastSeen.Store(0)
+	after.get("d:1", "")
+	if n := len(after.prefixes.Prompts()); n != 2 {
+		t.Errorf("%d replicas, want a and d, %v", n, after.prefixes.Prompts())
+	}
+	after.close()
+	if n := len(after.prefixes.Prompts()); n != 0 {
+		t.Errorf("%d replicas left", n)
+	}
+	for _, l := range loads.Snapshot() {
+		if l.Address == "a:1" || l.Address == "b:1" {
+			t.Errorf("%s is still known", l.Address)
+		}
+	}
+}

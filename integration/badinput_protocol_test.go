@@ -461,6 +461,7 @@ func TestIncremental(t *testing.T) {
 	if a := c.answer(http.MethodPost); a.status != http.StatusRequestEntityTooLarge {
 		t.Errorf("too large: %d %s, want 413", a.status, a.body)
 	}
+	_ = c.Close()
 	// ?0 asks for nothing.
 	go func() { <-begun }()
 	if a := g.postBody(t, "/several"+chatCompletions, strings.NewReader(body), "Incremental", "?0"); a.status != http.StatusOK {

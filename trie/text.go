@@ -65,15 +65,13 @@ func (e *edge) join(upper edge) {
 	case cap(upper.array)-len(upper.array) >= len(tail):
 		*e = edge{array: append(upper.array, tail...), start: upper.start}
 	case len(head) < len(tail):
-		// The room goes to the side where the shorter part was added, and more may follow.
+		// The room goes to the side where the shorter part was added, and more may follow. Join fills it with anything, which is less than
+		// make, which clears all.
 		room := n / 8
-		array := make([]byte, room+n)
-		copy(array[room:], head)
-		copy(array[room+len(head):], tail)
-		*e = edge{array: array, start: uint32(room)}
+		*e = edge{array: bytes.Join([][]byte{tail[:room], head, tail}, nil), start: uint32(room)}
 	default:
-		array := make([]byte, 0, n+n/8)
-		*e = edge{array: append(append(array, head...), tail...)}
+		array := bytes.Join([][]byte{head, tail, head[:n/8]}, nil)
+		*e = edge{array: array[:n]}
 	}
 	e.tighten()
 }
