@@ -281,8 +281,8 @@ func TestContinuationsAndOthers(t *testing.T) {
 
 		changed := maps.Clone(request)
 		i := r.IntN(len(turns))
-		turn, isMessage := turns[i].(map[string]any)
-		if _, isMessage = turn["role"]; !isMessage {
+		turn, _ := turns[i].(map[string]any)
+		if _, isMessage := turn["role"]; !isMessage {
 			continue
 		}
 		turn = maps.Clone(turn)
