@@ -12,8 +12,7 @@ type Lease struct {
 	sessions *Sessions // nil where there is no session, or once it is settled
 	session  uint64
 	who      replica
-	queue    *queue // nil where no work is accounted, or once it is settled
-	work     *work
+	work     *work // nil where no work is accounted, or once it is settled
 }
 
 // hold takes a reservation. The caller holds the mutex of the load's registry.
@@ -37,26 +36,26 @@ func (l *Lease) holdSession(sessions *Sessions, id uint64, who replica) {
 	l.mu.Unlock()
 }
 
-// holdWork takes a place in a replica's queue. The caller holds the mutex of the loads.
-func (l *Lease) holdWork(q *queue, w *work) {
+// holdWork takes a place in the replica's queue. The caller holds the mutex of the loads.
+func (l *Lease) holdWork(w *work) {
 	l.mu.Lock()
-	l.queue, l.work = q, w
+	l.work = w
 	l.mu.Unlock()
 }
 
 // takeWork ends the accounting of the work, once.
-func (l *Lease) takeWork() (*queue, *work) {
+func (l *Lease) takeWork() (*Load, *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	q, w := l.queue, l.work
-	l.queue, l.work = nil, nil
-	return q, w
+	w := l.work
+	l.work = nil
+	return l.load, w
 }
 
 // FirstByte says that the first byte of the answer came: the prompt has been prefilled. Only the first call counts.
 func (l *Lease) FirstByte() {
-	if q, w := l.takeWork(); q != nil {
-		q.firstByte(w)
+	if load, w := l.takeWork(); w != nil {
+		load.queue.firstByte(load.loads, w)
 	}
 }
 
@@ -78,8 +77,8 @@ func (l *Lease) Answered(served bool) {
 // Release gives the reservation back, and takes back what was recorded if no answer came.
 func (l *Lease) Release() {
 	l.Answered(false)
-	if q, w := l.takeWork(); q != nil {
-		q.withdraw(w)
+	if load, w := l.takeWork(); w != nil {
+		load.queue.withdraw(load.loads, w)
 	}
 	l.mu.Lock()
 	load := l.load

@@ -73,14 +73,17 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	}
 	s.Loads.reserve(c, lease)
 	q := &c.Load.queue
-	q.loads = s.Loads
-	lease.holdWork(q, q.add(now, q.rateOr(usual), float64(counted-views[best].matched), req.Stream && !s.Unobserved))
+	rate, uncached := q.rateOr(usual), float64(counted-views[best].matched)
+	lease.holdWork(q.add(now, rate, uncached, req.Stream && !s.Unobserved))
+	d.Deadline = now + seconds(deadlineFactor*uncached/rate)
 	return d, true
 }
 
+// deadlineFactor is how many times its own prefill time a request may take to its first token before it goes ahead of shorter ones.
+const deadlineFactor = 5
+
 // queue is the prefill work of one replica: a virtual clock that is set right by every first byte. Guarded by the mutex of the loads.
 type queue struct {
-	loads   *Loads
 	works   []*work       // in the order in which they were sent
 	started time.Duration // when the first of works began to be prefilled
 	rate    float64       // bytes per second; 0 until it is learned
@@ -147,64 +150,79 @@ func (q *queue) add(now time.Duration, rate float64, bytes float64, observed boo
 	return w
 }
 
+// SetRate sets the prefill rate of the replica, in bytes of prompt per second, from where it goes on learning.
+func (l *Load) SetRate(bytesPerSecond float64) {
+	l.loads.mu.Lock()
+	defer l.loads.mu.Unlock()
+	l.queue.setRate(l.loads, bytesPerSecond)
+	l.queue.samples = settled
+}
+
+func (q *queue) setRate(loads *Loads, rate float64) {
+	if q.rate == 0 {
+		loads.rated++
+	}
+	loads.rates += rate - q.rate
+	q.rate = rate
+}
+
 // firstByte says that a request has been prefilled, and with it everything that was sent to the replica before.
-func (q *queue) firstByte(w *work) {
-	q.loads.mu.Lock()
-	defer q.loads.mu.Unlock()
+func (q *queue) firstByte(loads *Loads, w *work) {
+	loads.mu.Lock()
+	defer loads.mu.Unlock()
 	at := slices.Index(q.works, w)
 	if at < 0 {
 		return
 	}
-	now := q.loads.clock()
+	now := loads.clock()
 	done := 0.0
 	for _, w := range q.works[:at+1] {
 		done += w.bytes
 	}
-	q.learn(done, now-q.started)
+	q.learn(loads, done, now-q.started)
 	q.works = slices.Delete(q.works, 0, at+1)
 	q.started = now
 }
 
 // withdraw says that a request will not be prefilled, or not to its end.
-func (q *queue) withdraw(w *work) {
-	q.loads.mu.Lock()
-	defer q.loads.mu.Unlock()
+func (q *queue) withdraw(loads *Loads, w *work) {
+	loads.mu.Lock()
+	defer loads.mu.Unlock()
 	at := slices.Index(q.works, w)
 	if at < 0 {
 		return
 	}
 	q.works = slices.Delete(q.works, at, at+1)
 	if at == 0 {
-		q.started = q.loads.clock()
+		q.started = loads.clock()
 	}
 }
 
 // minSample is the least work that a rate is learned from, about 1,000 tokens: less is lost in the engine's other delays.
 const minSample = 4000
 
+// settled is the number of samples after which a rate walks in small steps only.
+const settled = 20
+
 // learn takes in that so much was done in this time. The rate walks towards a low quantile of what is seen, because what was thought to be
 // uncached and was cached after all makes a sample far too high: an average would believe it, and send a herd there.
-func (q *queue) learn(bytes float64, took time.Duration) {
+func (q *queue) learn(loads *Loads, bytes float64, took time.Duration) {
 	if bytes < minSample || took <= 0 {
 		return
 	}
 	sample := bytes / took.Seconds()
 	if q.rate == 0 {
-		q.loads.rated++
-		q.loads.rates += sample
-		q.rate = sample
+		q.setRate(loads, sample)
 		q.samples = 1
 		return
 	}
 	step := max(0.01, 0.2/float64(q.samples))
 	q.samples++
-	before := q.rate
 	if sample > q.rate {
-		q.rate *= 1 + step
+		q.setRate(loads, q.rate*(1+step))
 	} else {
-		q.rate *= 1 - 2*step
+		q.setRate(loads, q.rate*(1-2*step))
 	}
-	q.loads.rates += q.rate - before
 }
 
 func seconds(s float64) time.Duration { return time.Duration(min(s, 1e9) * float64(time.Second)) }

@@ -8,6 +8,8 @@
 // the fewest recorded prompts, then to the one that was picked longest ago; never to the first by index.
 package selection
 
+import "time"
+
 // Candidate is one replica that can take the request: healthy, not full by the transport's own count, not tried before.
 type Candidate struct {
 	// Load counts the requests in flight at the replica's address.
@@ -91,6 +93,10 @@ type Decision struct {
 	Reason Reason  // why
 	Score  float64 // the candidate's share of the prompt, in [0, 1]
 	Load   int     // its requests in flight, this one not counted
+
+	// Deadline is when the request should have its first token so that short ones go first and none waits for ever, on the clock of the loads: its
+	// arrival + 5 × the time that its own prefill takes. 0 where the strategy does not know.
+	Deadline time.Duration
 }
 
 // Strategy picks one of the candidates, reserves load on it and records what must be recorded, atomically. The lease must be
