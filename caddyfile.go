@@ -49,6 +49,16 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	        threshold       <share>
 //	        overload_margin <requests>
 //	        overload_ratio  <factor>
+//	        w               <factor>
+//	        score_weights {
+//	            session <weight>
+//	            weight  <weight>
+//	            load    <weight>
+//	            prefix  <weight>
+//	        }
+//	        session_header  <name>
+//	        session_ttl     <duration>
+//	        max_sessions    <number>
 //	        max_nodes       <number>
 //	        max_bytes       <size>
 //	        reverse_proxy {
@@ -284,6 +294,19 @@ func (t *Tuning) parse(d *caddyfile.Dispenser, key string) (known bool, err erro
 		var margin int
 		margin, err = integerArg(d)
 		t.OverloadMargin = &margin
+	case "w":
+		t.W, err = numberArg(d)
+	case "score_weights":
+		t.ScoreWeights = new(ScoreWeights)
+		err = t.ScoreWeights.parse(d)
+	case "session_header":
+		t.SessionHeader, err = arg(d)
+	case "session_ttl":
+		var ttl caddy.Duration
+		ttl, err = durationArg(d)
+		t.SessionTTL = &ttl
+	case "max_sessions":
+		t.MaxSessions, err = integerArg(d)
 	case "max_nodes":
 		t.MaxNodes, err = integerArg(d)
 	case "max_bytes":
@@ -292,6 +315,31 @@ func (t *Tuning) parse(d *caddyfile.Dispenser, key string) (known bool, err erro
 		return false, nil
 	}
 	return true, err
+}
+
+func (w *ScoreWeights) parse(d *caddyfile.Dispenser) error {
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	seen := make(once)
+	for nesting := d.Nesting(); d.NextBlock(nesting); {
+		key := d.Val()
+		err := seen.check(d, key)
+		known := false
+		w.each(func(name string, weight **float64) {
+			if name == key && err == nil {
+				known = true
+				*weight, err = numberArg(d)
+			}
+		})
+		if err == nil && !known {
+			err = d.Errf("score_weights: unrecognized score '%s'", key)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func parseEgress(d *caddyfile.Dispenser) (*Egress, error) {

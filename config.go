@@ -3,8 +3,10 @@ package rolter
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"maps"
 	"net"
+	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
@@ -12,10 +14,10 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"golang.org/x/net/http/httpguts"
 
 	"github.com/rolter-ai/caddy-rolter/egress"
 	"github.com/rolter-ai/caddy-rolter/selection"
-	"github.com/rolter-ai/caddy-rolter/trie"
 )
 
 // Provider is one replica: an engine that serves an OpenAI-compatible API.
@@ -117,6 +119,22 @@ type Tuning struct {
 	// See `overload_margin`; at least 1. Default: `1.5`.
 	OverloadRatio *float64 `json:"overload_ratio,omitempty"`
 
+	// For `least_prefill`: how much the part of a prompt that is not cached at a replica counts against the work that waits there, at least 1. A miss
+	// costs more than its own time, because it evicts what others would have found. Default: `4`.
+	W *float64 `json:"w,omitempty"`
+
+	// For `pipeline`: how much each score counts.
+	ScoreWeights *ScoreWeights `json:"score_weights,omitempty"`
+
+	// For `pipeline`: the request header that names a session, whose requests are drawn to the replica that answered it last. Default: `X-Session-ID`.
+	SessionHeader string `json:"session_header,omitempty"`
+
+	// For `pipeline`: how long after its last answer a session is drawn to its replica; `0` switches it off. Default: `300s`.
+	SessionTTL *caddy.Duration `json:"session_ttl,omitempty"`
+
+	// For `pipeline`: how many sessions are remembered. Default: `100000`.
+	MaxSessions int `json:"max_sessions,omitempty"`
+
 	// The most tree nodes that the record of prompts may have for each replica. Default: `1000000`.
 	MaxNodes int `json:"max_nodes,omitempty"`
 
@@ -124,7 +142,30 @@ type Tuning struct {
 	MaxBytes int64 `json:"max_bytes,omitempty"`
 }
 
-func (t *Tuning) validate() error {
+// ScoreWeights says how much each score of the `pipeline` counts, 0 or more. Every score is from 0 to 1.
+type ScoreWeights struct {
+	// 1 for the replica that answered the session last. Default: `1`.
+	Session *float64 `json:"session,omitempty"`
+
+	// The target's weight, compared to the largest. Default: `1`.
+	Weight *float64 `json:"weight,omitempty"`
+
+	// How few requests are in flight, compared to the fewest. Default: `1`.
+	Load *float64 `json:"load,omitempty"`
+
+	// The share of the prompt that the replica was sent before. Default: `1`.
+	Prefix *float64 `json:"prefix,omitempty"`
+}
+
+// each calls f with every weight by its name.
+func (w *ScoreWeights) each(f func(key string, weight **float64)) {
+	f("session", &w.Session)
+	f("weight", &w.Weight)
+	f("load", &w.Load)
+	f("prefix", &w.Prefix)
+}
+
+func (t *Tuning) validate() (err error) {
 	if v := t.Threshold; v != nil && !(*v >= 0 && *v <= 1) {
 		return fmt.Errorf("threshold %v: must be from 0 to 1", *v)
 	}
@@ -133,6 +174,28 @@ func (t *Tuning) validate() error {
 	}
 	if v := t.OverloadRatio; v != nil && !(*v >= 1) {
 		return fmt.Errorf("overload_ratio %v: must be at least 1", *v)
+	}
+	if v := t.W; v != nil && !(*v >= 1) {
+		return fmt.Errorf("w %v: must be at least 1", *v)
+	}
+	if t.ScoreWeights != nil {
+		t.ScoreWeights.each(func(key string, weight **float64) {
+			if v := *weight; v != nil && !(*v >= 0) {
+				err = fmt.Errorf("score_weights: %s %v: must not be negative", key, *v)
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if h := t.SessionHeader; h != "" && !httpguts.ValidHeaderFieldName(h) {
+		return fmt.Errorf("session_header %q: not the name of a header", h)
+	}
+	if v := t.SessionTTL; v != nil && *v < 0 {
+		return fmt.Errorf("session_ttl %v: must not be negative", time.Duration(*v))
+	}
+	if t.MaxSessions < 0 {
+		return fmt.Errorf("max_sessions %d: must not be negative", t.MaxSessions)
 	}
 	if t.MaxNodes < 0 {
 		return fmt.Errorf("max_nodes %d: must not be negative", t.MaxNodes)
@@ -143,7 +206,24 @@ func (t *Tuning) validate() error {
 	return nil
 }
 
-func (t *Tuning) limits() trie.Limits { return trie.Limits{MaxNodes: t.MaxNodes, MaxBytes: t.MaxBytes} }
+// session is the session that a request belongs to, as a number that stands for it; 0 is none.
+func (t *Tuning) session(strategy string, header http.Header) uint64 {
+	if strategy != strategyPipeline {
+		return 0
+	}
+	name := t.SessionHeader
+	if name == "" {
+		name = "X-Session-ID"
+	}
+	id := header.Get(name)
+	if id == "" {
+		return 0
+	}
+	return max(maphash.String(sessionSeed, id), 1)
+}
+
+// Session ids are not kept, only numbers that nobody can choose to be another's.
+var sessionSeed = maphash.MakeSeed()
 
 // Names of Rolter's strategies.
 const (
@@ -155,28 +235,44 @@ const (
 	strategyLeastPrefill      = "least_prefill"
 )
 
+// means is what a strategy is built from.
+type means struct {
+	*Tuning
+	pool *prefixPool
+	// observed says that the first byte of an answer is seen.
+	observed bool
+}
+
 // strategies builds Rolter's strategies by name; those that are promised and not there yet are nil.
-var strategies = map[string]func(*Tuning, *selection.Prefixes) selection.Strategy{
-	strategyCacheAware: func(t *Tuning, prefixes *selection.Prefixes) selection.Strategy {
+var strategies = map[string]func(means) selection.Strategy{
+	strategyCacheAware: func(m means) selection.Strategy {
 		return &selection.CacheAware{
 			Loads:          loads,
-			Prefixes:       prefixes,
-			Threshold:      or(t.Threshold, selection.DefaultThreshold),
-			OverloadMargin: or(t.OverloadMargin, selection.DefaultOverloadMargin),
-			OverloadRatio:  or(t.OverloadRatio, selection.DefaultOverloadRatio),
+			Prefixes:       m.pool.Prefixes,
+			Threshold:      or(m.Threshold, selection.DefaultThreshold),
+			OverloadMargin: or(m.OverloadMargin, selection.DefaultOverloadMargin),
+			OverloadRatio:  or(m.OverloadRatio, selection.DefaultOverloadRatio),
 		}
 	},
-	strategyLeastLoad: func(*Tuning, *selection.Prefixes) selection.Strategy {
-		return selection.LeastLoad{Loads: loads}
+	strategyLeastLoad: func(means) selection.Strategy { return selection.LeastLoad{Loads: loads} },
+	strategyLeastPrefill: func(m means) selection.Strategy {
+		return &selection.LeastPrefill{Loads: loads, Prefixes: m.pool.Prefixes, W: or(m.W, selection.DefaultW), Unobserved: !m.observed}
 	},
-	strategyPipeline:          nil,
+	strategyPipeline: func(m means) selection.Strategy {
+		weights := or(m.ScoreWeights, ScoreWeights{})
+		return &selection.Pipeline{Loads: loads, Prefixes: m.pool.Prefixes, Sessions: m.pool.sessions, Scorers: []selection.WeightedScorer{
+			{Scorer: selection.SessionAffinity{}, Weight: or(weights.Session, 1)},
+			{Scorer: selection.StaticWeight{}, Weight: or(weights.Weight, 1)},
+			{Scorer: selection.InFlightLoad{}, Weight: or(weights.Load, 1)},
+			{Scorer: selection.PrefixAffinity{}, Weight: or(weights.Prefix, 1)},
+		}}
+	},
 	strategyPreciseCacheAware: nil,
 	strategyLMCacheAware:      nil,
-	strategyLeastPrefill:      nil,
 }
 
 // newStrategy builds one of Rolter's own strategies; known is false when the name is not one of them.
-func newStrategy(name string, tuning *Tuning, prefixes *selection.Prefixes) (strategy selection.Strategy, known bool, err error) {
+func newStrategy(name string, m means) (strategy selection.Strategy, known bool, err error) {
 	build, known := strategies[name]
 	switch {
 	case !known:
@@ -184,7 +280,17 @@ func newStrategy(name string, tuning *Tuning, prefixes *selection.Prefixes) (str
 	case build == nil:
 		return nil, true, fmt.Errorf("strategy %q: not available in this version", name)
 	}
-	return build(tuning, prefixes), true, nil
+	return build(m), true, nil
+}
+
+// ownStrategies lists Rolter's strategies that are available.
+func ownStrategies() (names []string) {
+	for _, name := range slices.Sorted(maps.Keys(strategies)) {
+		if strategies[name] != nil {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // policyNamespace is where Caddy's selection policies are registered.
@@ -192,18 +298,13 @@ const policyNamespace = "http.reverse_proxy.selection_policies"
 
 // strategyNames lists all strategies that are available: Rolter's, then Caddy's policies.
 func strategyNames() []string {
-	var own, caddys []string
-	for _, name := range slices.Sorted(maps.Keys(strategies)) {
-		if strategies[name] != nil {
-			own = append(own, name)
-		}
-	}
+	names := ownStrategies()
 	for _, module := range caddy.GetModules(policyNamespace) {
 		if name := module.ID.Name(); name != "rolter" {
-			caddys = append(caddys, name)
+			names = append(names, name)
 		}
 	}
-	return append(own, caddys...)
+	return names
 }
 
 // or is *p, or the default where nothing is set.

@@ -125,8 +125,17 @@ func TestBadValueFailsTheLoad(t *testing.T) {
 
 		{"unknown strategy", withRouteField(`"strategy":"cash_aware"`), inRouteBlock("strategy cash_aware"), []string{"cash_aware", "cache_aware", "least_load", "round_robin", "least_conn", "weighted_round_robin"}},
 		{"strategy rolter", withRouteField(`"strategy":"rolter"`), inRouteBlock("strategy rolter"), []string{"rolter", "cache_aware"}},
-		{"strategy that is not there yet", withRouteField(`"strategy":"least_prefill"`), inRouteBlock("strategy least_prefill"), []string{`strategy "least_prefill"`, "not available"}},
-		{"strategy pipeline, which is not there yet", withRouteField(`"strategy":"pipeline"`), inRouteBlock("strategy pipeline"), []string{`strategy "pipeline"`, "not available"}},
+		{"strategy that is not there yet", handlerJSON(`{"name":"vllm-1","api_base":"http://vllm-1.example:8000","kv_events":{"endpoint":"tcp://vllm-1.example:5557"}}`,
+			`{"model":"bad-config","strategy":"precise_cache_aware","targets":[{"provider":"vllm-1"}]}`),
+			"provider vllm-1 http://vllm-1.example:8000 {\nkv_events tcp://vllm-1.example:5557\n}\nroute bad-config {\nstrategy precise_cache_aware\ntarget vllm-1\n}\n",
+			[]string{`strategy "precise_cache_aware"`, "not available"}},
+		{"weights that would be ignored", handlerJSON(two, `{"model":"bad-config","strategy":"round_robin","targets":[{"provider":"vllm-1","weight":2},{"provider":"vllm-2"}]}`),
+			providerBlock + "provider vllm-2 http://vllm-2.example:8000\nroute bad-config {\nstrategy round_robin\ntarget vllm-1 weight 2\ntarget vllm-2\n}\n", []string{`target "vllm-2"`, "weight 1", `strategy "round_robin"`}},
+		{"w below 1", withRouteField(`"w":0.5`), inRouteBlock("w 0.5"), []string{"w 0.5"}},
+		{"negative score weight", withRouteField(`"score_weights":{"prefix":-1}`), inRouteBlock("score_weights {\nprefix -1\n}"), []string{"score_weights", "prefix -1"}},
+		{"session_header that is none", withRouteField(`"session_header":"x session"`), inRouteBlock(`session_header "x session"`), []string{`session_header "x session"`}},
+		{"negative session_ttl", withRouteField(`"session_ttl":"-1s"`), inRouteBlock("session_ttl -1s"), []string{"session_ttl -1s"}},
+		{"negative max_sessions", withRouteField(`"max_sessions":-1`), inRouteBlock("max_sessions -1"), []string{"max_sessions -1"}},
 		{"strategy of ours with a policy", withRouteField(`"strategy":"cache_aware","selection_policy":{"policy":"round_robin"}`), "", []string{"selection_policy", "cache_aware"}},
 		{"strategy and another policy", withRouteField(`"strategy":"round_robin","selection_policy":{"policy":"first"}`), "", []string{"round_robin", "first"}},
 		{"policy without a name", withRouteField(`"selection_policy":{}`), "", []string{"strategy"}},
@@ -194,7 +203,7 @@ func TestBadPolicyValueFailsTheLoad(t *testing.T) {
 		want         []string
 	}{
 		{"unknown strategy", `"strategy":"cash_aware"`, []string{`strategy "cash_aware"`, "cache_aware"}},
-		{"strategy that is not there yet", `"strategy":"pipeline"`, []string{`strategy "pipeline"`, "not available"}},
+		{"strategy that is not there yet", `"strategy":"precise_cache_aware"`, []string{`strategy "precise_cache_aware"`, "not available"}},
 		{"threshold above 1", `"threshold":2`, []string{"threshold 2"}},
 		{"negative max_body", `"max_body":-1`, []string{"max_body -1"}},
 		{"negative max_nodes", `"max_nodes":-5`, []string{"max_nodes -5"}},

@@ -32,7 +32,7 @@ import (
 // `{http.rolter.model}` | The model name that the client asked for
 // `{http.rolter.strategy}` | The strategy of the route
 // `{http.rolter.target}` | The provider that was chosen at the latest attempt
-// `{http.rolter.reason}` | Why: `cache`, `continuation`, `overloaded`, `cold`, `no_prompt`, `only_candidate` or `fallback`
+// `{http.rolter.reason}` | Why: `cache`, `continuation`, `overloaded`, `cold`, `no_prompt`, `session`, `pipeline`, `least_prefill`, `only_candidate` or `fallback`
 // `{http.rolter.score}` | The share of the prompt, from 0 to 1, that the target was sent before
 // `{http.rolter.load}` | The requests that were in flight at the target
 // `{http.rolter.attempt}` | The number of the latest attempt, from 1
@@ -190,7 +190,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		}
 		return err
 	}
-	rt.group.limit(rt.limits()) // not before: a configuration that never serves must not change what is shared
+	rt.group.limit(&rt.Tuning)
+	q.asked.Session = rt.session(rt.Strategy, r.Header)
 	q.strategy, q.counters = rt.Strategy, rt.counters
 	q.publishTo(r.Context(), handlerVar, q)
 

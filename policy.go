@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 	"sync"
 
 	"github.com/caddyserver/caddy/v2"
@@ -23,10 +24,11 @@ import (
 // It works with any reverse_proxy, with dynamic upstreams, and as the `fallback` of another policy. It reads the request body and gives the proxy
 // a fresh one for every attempt, so that retries need no `request_buffers`. Where the handler `rolter` is not in front, nobody sees
 // the response: what was recorded for an upstream stands once it has answered below 400, as far as the proxy tells, and the load is given back when the request ends.
+// `least_prefill` is weaker here for the same reason: first bytes are not seen, so that prefill rates are not learned and the work that waits at an upstream is only reckoned.
 //
 // The placeholders are those of the handler; the target is the upstream's address.
 type Policy struct {
-	// How the upstream is chosen: `cache_aware` or `least_load`. Default: `cache_aware`.
+	// How the upstream is chosen: `cache_aware`, `least_prefill`, `pipeline` or `least_load`. Default: `cache_aware`.
 	Strategy string `json:"strategy,omitempty"`
 
 	Tuning
@@ -74,12 +76,12 @@ func (p *Policy) Provision(ctx caddy.Context) error {
 		return err
 	}
 	p.group = group
-	strategy, known, err := newStrategy(p.Strategy, &p.Tuning, group.prefixes.Prefixes)
+	strategy, known, err := newStrategy(p.Strategy, means{&p.Tuning, group.prefixes, false})
 	if err != nil {
 		return err
 	}
 	if !known {
-		return fmt.Errorf("strategy %q: unknown; there are %s and %s (for a policy of Caddy's, name it instead of rolter)", p.Strategy, strategyCacheAware, strategyLeastLoad)
+		return fmt.Errorf("strategy %q: unknown; there are %s (for a policy of Caddy's, name it instead of rolter)", p.Strategy, strings.Join(ownStrategies(), ", "))
 	}
 	// How often and for how long to try is the business of the proxy around us.
 	p.choice = choice{strategy: strategy, tryAgain: true}
@@ -105,12 +107,13 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if len(pool) == 0 {
 		return nil
 	}
-	p.group.limit(p.limits())
+	p.group.limit(&p.Tuning)
 	ctx := r.Context()
 	q, _ := caddyhttp.GetVar(ctx, policyVar).(*policyRequest)
 	if q == nil || q.owner != p {
 		q = &policyRequest{request: request{owner: p, strategy: p.Strategy, counters: p.counters, logger: p.logger}}
 		p.read(r, &q.request)
+		q.asked.Session = p.session(p.Strategy, r.Header)
 		q.publishTo(ctx, policyVar, q)
 		context.AfterFunc(ctx, func() {
 			q.mu.Lock()
@@ -201,11 +204,8 @@ func (p *Policy) unreadable(r *http.Request) string {
 // UnmarshalCaddyfile sets up the policy from Caddyfile tokens. Syntax:
 //
 //	lb_policy rolter [<strategy>] {
-//	    threshold        <share>
-//	    overload_margin  <requests>
-//	    overload_ratio   <factor>
-//	    max_nodes        <number>
-//	    max_bytes        <size>
+//	    # the parameters of the strategy, as in a route of the handler
+//	    <parameter>      <value>
 //	    max_body         <size>
 //	    decision_headers on|off
 //	}

@@ -113,7 +113,7 @@ func (q *request) parse(path string) {
 	q.parser = parsers.Get().(*prompt.Parser)
 	q.parsed = q.parser.Parse(prompt.APIOf(path), q.body.data)
 	q.model = q.parsed.Model
-	q.asked = selection.Request{Text: q.parsed.Text, Lead: q.parsed.Lead, Tail: q.parsed.Tail}
+	q.asked = selection.Request{Text: q.parsed.Text, Lead: q.parsed.Lead, Tail: q.parsed.Tail, Stream: q.parsed.Stream}
 	if why := q.parsed.Why.String(); why != "" {
 		countNoPrompt(why)
 	}

@@ -18,6 +18,7 @@ type responseWriter struct {
 	headers bool // add the decision headers
 
 	status  int    // 0 until it is written
+	begun   bool   // the first byte of the body has come
 	settled bool   // the request's record is settled
 	event   []byte // what has come of a stream's first event
 }
@@ -60,7 +61,7 @@ func (w *responseWriter) Write(p []byte) (int, error) {
 
 // ReadFrom implements [io.ReaderFrom].
 func (w *responseWriter) ReadFrom(r io.Reader) (int64, error) {
-	if w.status == 0 || !w.settled {
+	if w.status == 0 || !w.settled || !w.begun {
 		return io.Copy(struct{ io.Writer }{w}, r) // by Write, so that the beginning is seen
 	}
 	return w.ResponseWriterWrapper.ReadFrom(r)
@@ -78,7 +79,14 @@ func (w *responseWriter) look(p []byte) {
 	if w.status == 0 {
 		w.WriteHeader(http.StatusOK)
 	}
-	if w.settled || len(p) == 0 {
+	if len(p) == 0 {
+		return
+	}
+	if !w.begun {
+		w.begun = true
+		w.request.lease.FirstByte()
+	}
+	if w.settled {
 		return
 	}
 	event := p

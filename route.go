@@ -23,7 +23,7 @@ type Route struct {
 	// The model name that clients ask for.
 	Model string `json:"model,omitempty"`
 
-	// How the target is chosen: `cache_aware`, `least_load`, or the name of any of Caddy's load-balancing policies
+	// How the target is chosen: `cache_aware`, `least_prefill`, `pipeline`, `least_load`, or the name of any of Caddy's load-balancing policies
 	// (`round_robin`, `least_conn`, …). Default: `cache_aware`.
 	Strategy string `json:"strategy,omitempty"`
 
@@ -182,7 +182,7 @@ func (rt *Route) checkSignals() error {
 
 // provisionStrategy builds Rolter's strategy of that name, or loads Caddy's policy.
 func (rt *Route) provisionStrategy(ctx caddy.Context) error {
-	strategy, known, err := newStrategy(rt.Strategy, &rt.Tuning, rt.group.prefixes.Prefixes)
+	strategy, known, err := newStrategy(rt.Strategy, means{&rt.Tuning, rt.group.prefixes, true})
 	if err != nil {
 		return err
 	}
@@ -220,6 +220,11 @@ func (rt *Route) provisionStrategy(ctx caddy.Context) error {
 	}
 	if names := strategyNames(); named.Policy != rt.Strategy || !slices.Contains(names, rt.Strategy) {
 		return fmt.Errorf("strategy %q: unknown; there are %s", rt.Strategy, strings.Join(names, ", "))
+	}
+	for _, t := range rt.Targets {
+		if rt.Strategy != "weighted_round_robin" && t.weight != rt.Targets[0].weight {
+			return fmt.Errorf("target %q: weight %v: strategy %q takes no weights", t.Provider, t.weight, rt.Strategy)
+		}
 	}
 	module, err := ctx.LoadModule(rt, "SelectionPolicyRaw")
 	if err != nil {

@@ -31,7 +31,8 @@ var (
 // prefixPool is who was sent what, for one route.
 type prefixPool struct {
 	*selection.Prefixes
-	tree *trie.Tree // only inside Prefixes.Do
+	tree     *trie.Tree // only inside Prefixes.Do
+	sessions *selection.Sessions
 
 	mu     sync.Mutex
 	groups []*group // those that are open, the latest last
@@ -48,7 +49,7 @@ func (p *prefixPool) bytes() (n int64) {
 
 func newPrefixPool() *prefixPool {
 	tree := trie.New()
-	return &prefixPool{Prefixes: selection.NewPrefixes(tree), tree: tree}
+	return &prefixPool{Prefixes: selection.NewPrefixes(tree), tree: tree, sessions: selection.NewSessions(nil)}
 }
 
 // group is the replicas of one route or policy, in one configuration: what it took of the shared state.
@@ -245,11 +246,20 @@ func (g *group) close() {
 	_, _ = prefixPools.Delete(g.name)
 }
 
-// limit bounds the shared tree of the group, once.
-func (g *group) limit(limits trie.Limits) {
-	if !g.limited.Load() && !g.limited.Swap(true) {
-		g.prefixes.Do(func(selection.PrefixIndex) { g.prefixes.tree.SetLimits(limits) })
+// limit bounds the shared state of the group, once. It is called with the first request: a configuration that never serves must not change what is
+// shared with the one that does.
+func (g *group) limit(t *Tuning) {
+	if g.limited.Load() || g.limited.Swap(true) {
+		return
 	}
+	g.prefixes.Do(func(selection.PrefixIndex) {
+		g.prefixes.tree.SetLimits(trie.Limits{MaxNodes: t.MaxNodes, MaxBytes: t.MaxBytes})
+	})
+	sessions := t.MaxSessions
+	if sessions == 0 {
+		sessions = selection.DefaultSessions
+	}
+	g.prefixes.sessions.SetLimits(sessions, time.Duration(or(t.SessionTTL, caddy.Duration(selection.DefaultSessionTTL))))
 }
 
 // normalDial is the stable identity of an upstream: its dial address with the network left out when it is tcp, and in lower case.

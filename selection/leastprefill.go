@@ -1,6 +1,7 @@
 package selection
 
 import (
+	"math"
 	"slices"
 	"time"
 )
@@ -22,8 +23,9 @@ type LeastPrefill struct {
 	Unobserved bool
 }
 
-// DefaultW is the default of [LeastPrefill.W].
-const DefaultW = 2
+// DefaultW is the default of [LeastPrefill.W]. The optimum is flat: from 1.5 to 4 the mean time to first token of replayed traces stays within 2 %, and
+// the cached share grows.
+const DefaultW = 4
 
 // Pick implements [Strategy].
 func (s *LeastPrefill) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
@@ -50,21 +52,33 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	now := s.Loads.clock()
 	usual := s.Loads.usualRate()
 	fewerPrompts := func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
-	best, least := -1, 0.0
-	for i := range candidates {
+	fullest := s.Prefixes.mostText(views)
+	cost := func(i int) float64 {
 		c := &candidates[i]
-		if c.full() {
-			continue
-		}
 		q := &c.Load.queue
 		rate := q.rateOr(usual)
-		cost := (q.pending(now, rate) + s.W*float64(counted-views[i].matched)) / (rate * c.weight())
-		if best < 0 || cost < least || cost == least && preferred(candidates, i, best, fewerPrompts) {
-			best, least = i, cost
+		// A miss evicts nothing from a cache that still has room, such as that of a new replica.
+		w := 1 + (s.W-1)*s.Prefixes.text(&views[i])/fullest
+		return (q.pending(now, rate) + w*float64(counted-views[i].matched)) / (rate * c.weight())
+	}
+	costs := s.Prefixes.costs[:0]
+	least := math.Inf(1)
+	for i := range candidates {
+		costs = append(costs, math.Inf(1))
+		if !candidates[i].full() {
+			costs[i] = cost(i)
+			least = min(least, costs[i])
 		}
 	}
-	if best < 0 {
+	s.Prefixes.costs = costs
+	if math.IsInf(least, 1) {
 		return Decision{}, false
+	}
+	best := -1
+	for i := range candidates {
+		if costs[i] <= least*(1+alike) && (best < 0 || preferred(candidates, i, best, fewerPrompts)) {
+			best = i
+		}
 	}
 	c := &candidates[best]
 	d := Decision{Index: best, Reason: ReasonLeastPrefill, Load: c.load()}
@@ -78,6 +92,10 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	d.Deadline = now + seconds(deadlineFactor*uncached/rate)
 	return d, true
 }
+
+// alike is the share by which costs may differ and still be equal: rates are not known better, and of idle replicas the one that seems a little
+// faster must not get everything.
+const alike = 0.01
 
 // deadlineFactor is how many times its own prefill time a request may take to its first token before it goes ahead of shorter ones.
 const deadlineFactor = 5

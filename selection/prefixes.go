@@ -12,6 +12,8 @@ type PrefixIndex interface {
 	Rollback(Record)
 	// Prompts is the number of prompts recorded for a slot.
 	Prompts(slot int) int
+	// Text is how many bytes they are together, what they share counted once.
+	Text(slot int) int64
 	// Add makes a slot and Remove forgets all it holds; a number may be given again afterwards.
 	Add() int
 	Remove(slot int)
@@ -41,6 +43,7 @@ type Prefixes struct {
 	// reused from pick to pick
 	found []Match
 	views []view
+	costs []float64
 }
 
 // Member is one replica's place in [Prefixes].
@@ -136,17 +139,36 @@ func (p *Prefixes) record(req *Request, picked view, lease *Lease) {
 	}
 }
 
-// fewer compares how many prompts are recorded for two candidates, for their weight: it is negative when i has fewer than j. Prompts are
-// counted and not tree nodes, because how many nodes a prompt takes depends on where other prompts happen to branch off: the spread over idle
-// replicas would be uneven. The caller holds the lock.
-func (p *Prefixes) fewer(candidates []Candidate, views []view, i, j int) float64 {
-	prompts := func(i int) float64 {
-		if views[i].slot == noSlot {
-			return 0
-		}
-		return float64(p.index.Prompts(views[i].slot)) / candidates[i].weight()
+// prompts is how many prompts are recorded for a candidate. Prompts are counted and not tree nodes, because how many nodes a prompt takes depends
+// on where other prompts happen to branch off: the spread over idle replicas would be uneven. The caller holds the lock.
+func (p *Prefixes) prompts(v *view) int {
+	if v.slot == noSlot {
+		return 0
 	}
-	return prompts(i) - prompts(j)
+	return p.index.Prompts(v.slot)
+}
+
+// text is how many bytes of prompts are recorded for a candidate. The caller holds the lock.
+func (p *Prefixes) text(v *view) float64 {
+	if v.slot == noSlot {
+		return 0
+	}
+	return float64(p.index.Text(v.slot))
+}
+
+// mostText is the most that a candidate has, 1 at least. The caller holds the lock.
+func (p *Prefixes) mostText(views []view) float64 {
+	most := 1.0
+	for i := range views {
+		most = max(most, p.text(&views[i]))
+	}
+	return most
+}
+
+// fewer compares how many prompts are recorded for two candidates, for their weight: it is negative when i has fewer than j. The caller holds the
+// lock.
+func (p *Prefixes) fewer(candidates []Candidate, views []view, i, j int) float64 {
+	return float64(p.prompts(&views[i]))/candidates[i].weight() - float64(p.prompts(&views[j]))/candidates[j].weight()
 }
 
 // settle confirms a provisional record or takes it back.

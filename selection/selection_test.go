@@ -56,6 +56,13 @@ func (x *naiveIndex) Rollback(r Record) {
 
 func (x *naiveIndex) Prompts(slot int) int { return len(x.slots[slot]) }
 
+func (x *naiveIndex) Text(slot int) (n int64) {
+	for p := range x.slots[slot] {
+		n += int64(len(p))
+	}
+	return n
+}
+
 func (x *naiveIndex) Add() int {
 	if n := len(x.free); n > 0 {
 		slot := x.free[n-1]

@@ -1,0 +1,244 @@
+package selection
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+)
+
+// engines is a fleet behind least_prefill, in virtual time: engines that prefill first come first served.
+type engines struct {
+	*fleet
+	now   time.Duration
+	rates []float64 // bytes per second
+	free  []time.Duration
+}
+
+func newEngines(t testing.TB, rates ...float64) *engines {
+	e := &engines{rates: rates, free: make([]time.Duration, len(rates))}
+	e.fleet = newFleetAt(t, len(rates), func() time.Duration { return e.now })
+	e.strategy = &LeastPrefill{Loads: e.loads, Prefixes: e.prefixes, W: 2}
+	return e
+}
+
+func prompt(seed, n int) *Request {
+	rng := rand.New(rand.NewPCG(uint64(seed), 1))
+	p := make([]byte, n)
+	for i := range p {
+		p[i] = byte('a' + rng.IntN(26))
+	}
+	return &Request{Text: p, Stream: true}
+}
+
+// learned makes all rates known.
+func (e *engines) learned() *engines {
+	for i, rate := range e.rates {
+		e.all[i].Load.SetRate(rate)
+	}
+	return e
+}
+
+// send has a prompt of n bytes prefilled, and returns the replica and the function that says that its first byte came.
+func (e *engines) send(req *Request) (int, Decision, *Lease, time.Duration) {
+	i, d, lease := e.pick(req)
+	uncached := float64(len(req.Text)) * (1 - d.Score)
+	e.free[i] = max(e.free[i], e.now) + seconds(uncached/e.rates[i])
+	return i, d, lease, e.free[i]
+}
+
+func TestLeastPrefillWeighsTheQueueAgainstTheMiss(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		pending int // bytes before the holder
+		want    int
+	}{{"idle", 0, 0}, {"a short queue", 19_000, 0}, {"a queue as long as w misses", 21_000, 1}} {
+		e := newEngines(t, 10_000, 10_000).learned()
+		held := prompt(1, 10_000)
+		e.warm(0, held)
+		e.warm(1, prompt(3, 10_000))
+		if tc.pending > 0 {
+			candidates := e.all[:1]
+			if _, ok := e.strategy.Pick(prompt(2, tc.pending), candidates, new(Lease)); !ok {
+				t.Fatal("not picked")
+			}
+		}
+		if got, d, _ := e.pick(held); got != tc.want || d.Reason != ReasonLeastPrefill {
+			t.Errorf("%s: replica %d for %s, want %d", tc.name, got, d.Reason, tc.want)
+		}
+	}
+}
+
+func TestTheVirtualClock(t *testing.T) {
+	e := newEngines(t, 1000, 1000).learned()
+	q := &e.all[0].Load.queue
+	pending := func() float64 { return q.pending(e.now, 1000) }
+	var leases []*Lease
+	for i := range 3 {
+		lease := new(Lease)
+		e.strategy.Pick(prompt(i, 5000), e.all[:1], lease)
+		leases = append(leases, lease)
+	}
+	want := func(when string, bytes float64) {
+		t.Helper()
+		if got := pending(); got != bytes {
+			t.Errorf("%s: %v bytes pending, want %v", when, got, bytes)
+		}
+	}
+	want("at once", 15_000)
+	e.now = 2 * time.Second
+	want("after 2 s", 13_000)
+	e.now = 8 * time.Second
+	want("later than the first should have come", 10_000)
+	leases[1].FirstByte() // the first byte of the second: the first has been prefilled too
+	want("at the second's first byte", 5000)
+	leases[0].FirstByte()
+	leases[1].FirstByte()
+	want("at first bytes that say nothing new", 5000)
+	e.now = 10 * time.Second
+	want("after 2 s more", 3000)
+	leases[2].Release() // cancelled
+	leases[2].FirstByte()
+	want("at the end", 0)
+}
+
+func TestWorkWhoseFirstByteIsNotSeenIsReckoned(t *testing.T) {
+	for _, unobserved := range []bool{true, false} {
+		e := newEngines(t, 1000).learned()
+		e.strategy.(*LeastPrefill).Unobserved = unobserved
+		q := &e.all[0].Load.queue
+		for i := range 3 {
+			req := prompt(i, 5000)
+			req.Stream = unobserved // where the handler sees first bytes, only a stream's says anything
+			e.pick(req)
+		}
+		for at, want := range map[time.Duration]float64{0: 15_000, 7 * time.Second: 8000} {
+			e.now = at
+			if got := q.pending(e.now, 1000); at == 7*time.Second && got != want {
+				t.Errorf("after %v: %v pending, want %v", at, got, want)
+			}
+		}
+		e.now = 20 * time.Second
+		if got := q.pending(e.now, 1000); got != 0 {
+			t.Errorf("after 20 s: %v pending", got)
+		}
+		if n := len(q.works); n != 0 {
+			t.Errorf("%d works are kept", n)
+		}
+	}
+}
+
+// A request whose prompt was cached after all makes a sample that is far too high.
+func TestTheRateErrsLow(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for _, start := range []float64{5000, 10_000, 20_000} {
+		e := newEngines(t, 10_000)
+		e.all[0].Load.SetRate(start)
+		for i := range 2000 {
+			lease := new(Lease)
+			e.strategy.Pick(prompt(i, 8000), e.all, lease)
+			took := 800 * time.Millisecond
+			if rng.IntN(10) == 0 {
+				took /= 20
+			}
+			e.now += took
+			lease.FirstByte()
+			lease.Release()
+		}
+		if rate := e.all[0].Load.queue.rate; rate < 9000 || rate > 10_500 {
+			t.Errorf("from %v: the rate is %.0f, want about 10,000 and not above", start, rate)
+		}
+	}
+}
+
+func TestBeforeAnythingIsLearnedAllAreEqual(t *testing.T) {
+	e := newEngines(t, 1000, 1000, 1000)
+	served := make([]int, 3)
+	for i := range 30 {
+		got, _, lease := e.pick(prompt(i, 1000))
+		lease.Answered(true)
+		lease.Release()
+		served[got]++
+	}
+	for _, n := range served {
+		if n < 9 || n > 11 {
+			t.Errorf("served %v", served)
+		}
+	}
+}
+
+func TestAReplicaOfHalfTheSpeedOrWeightGetsHalf(t *testing.T) {
+	for _, byWeight := range []bool{false, true} {
+		e := newEngines(t, 10_000, 5_000)
+		if byWeight {
+			e.rates[1] = 10_000
+			e.all[0].Weight = 2
+		}
+		e.learned()
+		served := make([]int, 2)
+		for i := range 300 {
+			got, _, _, _ := e.send(prompt(i, 1000))
+			served[got]++
+		}
+		if served[0] < 195 || served[0] > 205 {
+			t.Errorf("by weight %v: served %v, want about 200 and 100", byWeight, served)
+		}
+	}
+}
+
+func TestDeadlines(t *testing.T) {
+	e := newEngines(t, 1000).learned()
+	e.now = 3 * time.Second
+	if _, d, _ := e.pick(prompt(1, 2000)); d.Deadline != 13*time.Second {
+		t.Errorf("deadline %v, want 3 s + 5 × 2 s", d.Deadline)
+	}
+}
+
+func TestARateIsForgottenWithItsAddress(t *testing.T) {
+	e := newEngines(t, 1000, 3000).learned()
+	if usual := e.loads.usualRate(); usual != 2000 {
+		t.Errorf("usual rate %v", usual)
+	}
+	e.loads.Release(e.all[1].Load)
+	if usual := e.loads.usualRate(); usual != 1000 {
+		t.Errorf("usual rate %v", usual)
+	}
+	e.loads.Release(e.all[0].Load)
+	if usual := e.loads.usualRate(); usual != firstRate {
+		t.Errorf("usual rate %v", usual)
+	}
+}
+
+// A new replica is neither flooded nor left out.
+func TestANewReplica(t *testing.T) {
+	e := newEngines(t, 10_000, 10_000, 10_000).learned()
+	system := bytes.Repeat([]byte("s"), 4000)
+	for i := range 3 {
+		e.warm(i, &Request{Text: system})
+	}
+	e.rates, e.free = append(e.rates, 10_000), append(e.free, 0)
+	e.all = append(e.all, Candidate{Load: e.loads.Acquire("new"), Member: e.prefixes.Join("new")})
+	served := make([]int, 4)
+	type first struct {
+		at    time.Duration
+		lease *Lease
+	}
+	var waiting []first
+	for i := range 400 {
+		e.now += 150 * time.Millisecond
+		for len(waiting) > 0 && waiting[0].at <= e.now {
+			waiting[0].lease.FirstByte()
+			waiting[0].lease.Answered(true)
+			waiting[0].lease.Release()
+			waiting = waiting[1:]
+		}
+		req := &Request{Text: append(bytes.Clone(system), fmt.Sprintf("%d %s", i, prompt(i, 4000).Text)...), Stream: true}
+		got, _, lease, at := e.send(req)
+		waiting = append(waiting, first{at, lease})
+		served[got]++
+	}
+	if served[3] < 50 || served[3] > 150 {
+		t.Errorf("served %v, want the new one to get its share", served)
+	}
+}
