@@ -252,6 +252,7 @@ var strategies = map[string]func(means) selection.Strategy{
 			Threshold:      or(m.Threshold, selection.DefaultThreshold),
 			OverloadMargin: or(m.OverloadMargin, selection.DefaultOverloadMargin),
 			OverloadRatio:  or(m.OverloadRatio, selection.DefaultOverloadRatio),
+			Unobserved:     !m.observed,
 		}
 	},
 	strategyLeastLoad: func(means) selection.Strategy { return selection.LeastLoad{Loads: loads} },
@@ -260,7 +261,7 @@ var strategies = map[string]func(means) selection.Strategy{
 	},
 	strategyPipeline: func(m means) selection.Strategy {
 		weights := or(m.ScoreWeights, ScoreWeights{})
-		return &selection.Pipeline{Loads: loads, Prefixes: m.pool.Prefixes, Sessions: m.pool.sessions, Scorers: []selection.WeightedScorer{
+		return &selection.Pipeline{Unobserved: !m.observed, Loads: loads, Prefixes: m.pool.Prefixes, Sessions: m.pool.sessions, Scorers: []selection.WeightedScorer{
 			{Scorer: selection.SessionAffinity{}, Weight: or(weights.Session, 1)},
 			{Scorer: selection.StaticWeight{}, Weight: or(weights.Weight, 1)},
 			{Scorer: selection.InFlightLoad{}, Weight: or(weights.Load, 1)},

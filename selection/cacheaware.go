@@ -25,6 +25,9 @@ type CacheAware struct {
 	// Loads are taken for the weights. A holder is overloaded when its load is above the least load of all candidates + OverloadMargin and above that load × OverloadRatio.
 	OverloadMargin int
 	OverloadRatio  float64
+
+	// Unobserved says that nobody calls [Lease.FirstByte].
+	Unobserved bool
 }
 
 // Pick implements [Strategy].
@@ -37,7 +40,7 @@ func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (D
 	s.Prefixes.mu.Lock()
 	defer s.Prefixes.mu.Unlock()
 	views := s.Prefixes.look(req, candidates)
-	d, ok := s.choose(candidates, views, counted, lease)
+	d, ok := s.choose(req, candidates, views, counted, lease)
 	if !ok {
 		return d, false
 	}
@@ -52,7 +55,7 @@ func tolerance(counted int) int { return min(64, counted/64) }
 
 // choose picks and reserves. Holders whose shares differ by no more than tolerance bytes are equals, unless one has served the prompt before. The caller
 // holds the lock of the prefixes.
-func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, lease *Lease) (Decision, bool) {
+func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, counted int, lease *Lease) (Decision, bool) {
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
 
@@ -127,6 +130,7 @@ func (s *CacheAware) choose(candidates []Candidate, views []view, counted int, l
 	}
 	d.Load = candidates[d.Index].load()
 	s.Loads.reserve(&candidates[d.Index], lease)
+	d.Deadline = s.Loads.queue(&candidates[d.Index], counted-views[d.Index].matched, req.Stream && !s.Unobserved, lease)
 	return d, true
 }
 

@@ -57,7 +57,7 @@ func TestLeastPrefillWeighsTheQueueAgainstTheMiss(t *testing.T) {
 		e := newEngines(t, 10_000, 10_000).learned()
 		held := prompt(1, 10_000)
 		e.warm(0, held)
-		e.warm(1, prompt(3, 10_000))
+		e.warm(1, prompt(3, 10_000+tc.pending))
 		if tc.pending > 0 {
 			candidates := e.all[:1]
 			if _, ok := e.strategy.Pick(prompt(2, tc.pending), candidates, new(Lease)); !ok {

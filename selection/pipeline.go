@@ -67,6 +67,9 @@ type Pipeline struct {
 	Prefixes *Prefixes
 	Sessions *Sessions
 	Scorers  []WeightedScorer
+
+	// Unobserved says that nobody calls [Lease.FirstByte].
+	Unobserved bool
 }
 
 // Pick implements [Strategy].
@@ -134,6 +137,9 @@ func (p *Pipeline) choose(s *Situation, lease *Lease) (Decision, bool) {
 		d.Reason = ReasonSession
 	}
 	p.Loads.reserve(&s.Candidates[best], lease)
+	if len(s.views) > 0 {
+		d.Deadline = p.Loads.queue(&s.Candidates[best], s.Request.counted()-s.views[best].matched, s.Request.Stream && !p.Unobserved, lease)
+	}
 	return d, true
 }
 

@@ -43,7 +43,6 @@ type Prefixes struct {
 	// reused from pick to pick
 	found []Match
 	views []view
-	costs []float64
 }
 
 // Member is one replica's place in [Prefixes].

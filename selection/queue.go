@@ -1,0 +1,166 @@
+package selection
+
+import (
+	"slices"
+	"time"
+)
+
+// queue is the prefill work of one replica: a virtual clock that is set right by every first byte. Guarded by the mutex of the loads.
+type queue struct {
+	works   []*work       // in the order in which they were sent
+	started time.Duration // when the first of works began to be prefilled
+	rate    float64       // bytes per second; 0 until it is learned
+	samples int
+}
+
+// work is what one request has to prefill.
+type work struct {
+	bytes    float64
+	observed bool // its first byte will be seen
+}
+
+// firstRate is what is assumed before anything is learned, in bytes per second: all replicas are equal then, and only the order of magnitude of
+// what is pending against what is new matters.
+const firstRate = 30_000
+
+// usualRate is the mean of the learned rates.
+func (l *Loads) usualRate() float64 {
+	if l.rated == 0 {
+		return firstRate
+	}
+	return l.rates / float64(l.rated)
+}
+
+// deadlineFactor is how many times its own prefill time a request may take to its first token before it goes ahead of shorter ones.
+const deadlineFactor = 5
+
+// queue puts a request's uncached bytes into the queue of the candidate that was picked, and returns the request's deadline. observed says that the first
+// byte of its answer will be seen. The caller holds the mutex.
+func (l *Loads) queue(c *Candidate, uncached int, observed bool, lease *Lease) (deadline time.Duration) {
+	now, q := l.clock(), &c.Load.queue
+	rate := q.rateOr(l.usualRate())
+	lease.holdWork(q.add(now, rate, float64(uncached), observed))
+	return now + seconds(deadlineFactor*float64(uncached)/rate)
+}
+
+// Clock is the time that deadlines are on.
+func (l *Loads) Clock() time.Duration { return l.clock() }
+
+func (q *queue) rateOr(usual float64) float64 {
+	if q.rate == 0 {
+		return usual
+	}
+	return q.rate
+}
+
+// advance takes off the works whose first byte nobody will see, when they should be done.
+func (q *queue) advance(now time.Duration, rate float64) {
+	for len(q.works) > 0 && !q.works[0].observed {
+		done := q.started + seconds(q.works[0].bytes/rate)
+		if done > now {
+			return
+		}
+		q.started = done
+		q.works = slices.Delete(q.works, 0, 1)
+	}
+}
+
+// pending is the work that has still to be done: what has been done of the first request is reckoned, up to its end.
+func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
+	q.advance(now, rate)
+	for i, w := range q.works {
+		left := w.bytes
+		if i == 0 {
+			left = max(0, left-rate*(now-q.started).Seconds())
+		}
+		bytes += left
+	}
+	return bytes
+}
+
+func (q *queue) add(now time.Duration, rate float64, bytes float64, observed bool) *work {
+	q.advance(now, rate)
+	if len(q.works) == 0 {
+		q.started = now
+	}
+	w := &work{bytes, observed}
+	q.works = append(q.works, w)
+	return w
+}
+
+// SetRate sets the prefill rate of the replica, in bytes of prompt per second, from where it goes on learning.
+func (l *Load) SetRate(bytesPerSecond float64) {
+	l.loads.mu.Lock()
+	defer l.loads.mu.Unlock()
+	l.queue.setRate(l.loads, bytesPerSecond)
+	l.queue.samples = settled
+}
+
+func (q *queue) setRate(loads *Loads, rate float64) {
+	if q.rate == 0 {
+		loads.rated++
+	}
+	loads.rates += rate - q.rate
+	q.rate = rate
+}
+
+// firstByte says that a request has been prefilled, and with it everything that was sent to the replica before.
+func (q *queue) firstByte(loads *Loads, w *work) {
+	loads.mu.Lock()
+	defer loads.mu.Unlock()
+	at := slices.Index(q.works, w)
+	if at < 0 {
+		return
+	}
+	now := loads.clock()
+	done := 0.0
+	for _, w := range q.works[:at+1] {
+		done += w.bytes
+	}
+	q.learn(loads, done, now-q.started)
+	q.works = slices.Delete(q.works, 0, at+1)
+	q.started = now
+}
+
+// withdraw says that a request will not be prefilled, or not to its end.
+func (q *queue) withdraw(loads *Loads, w *work) {
+	loads.mu.Lock()
+	defer loads.mu.Unlock()
+	at := slices.Index(q.works, w)
+	if at < 0 {
+		return
+	}
+	q.works = slices.Delete(q.works, at, at+1)
+	if at == 0 {
+		q.started = loads.clock()
+	}
+}
+
+// minSample is the least work that a rate is learned from, about 1,000 tokens: less is lost in the engine's other delays.
+const minSample = 4000
+
+// settled is the number of samples after which a rate walks in small steps only.
+const settled = 20
+
+// learn takes in that so much was done in this time. The rate walks towards a low quantile of what is seen, because what was thought to be
+// uncached and was cached after all makes a sample far too high: an average would believe it, and send a herd there.
+func (q *queue) learn(loads *Loads, bytes float64, took time.Duration) {
+	if bytes < minSample || took <= 0 {
+		return
+	}
+	sample := bytes / took.Seconds()
+	if q.rate == 0 {
+		q.setRate(loads, sample)
+		q.samples = 1
+		return
+	}
+	step := max(0.01, 0.2/float64(q.samples))
+	q.samples++
+	if sample > q.rate {
+		q.setRate(loads, q.rate*(1+step))
+	} else {
+		q.setRate(loads, q.rate*(1-2*step))
+	}
+}
+
+func seconds(s float64) time.Duration { return time.Duration(min(s, 1e9) * float64(time.Second)) }
