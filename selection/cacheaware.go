@@ -45,7 +45,7 @@ func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (D
 		return d, false
 	}
 	d.Score = float64(views[d.Index].matched) / float64(counted)
-	s.Prefixes.record(req, views[d.Index], lease)
+	s.Prefixes.record(req, &candidates[d.Index], views[d.Index], lease)
 	return d, true
 }
 

@@ -5,14 +5,15 @@ import "sync"
 // Lease is what one attempt of a request holds: a place in its replica's load, and the provisional record of its prompt. The zero
 // value is free. Its methods may be called from several goroutines, in any order and any number of times.
 type Lease struct {
-	mu       sync.Mutex
-	load     *Load
-	prefixes *Prefixes // nil once the record is settled
-	record   Record
-	sessions *Sessions // nil where there is no session, or once it is settled
-	session  uint64
-	who      replica
-	work     *work // nil where no work is accounted, or once it is settled
+	mu        sync.Mutex
+	load      *Load
+	prefixes  *Prefixes // nil once the record is settled
+	record    Record
+	predicted prediction
+	sessions  *Sessions // nil where there is no session, or once it is settled
+	session   uint64
+	who       replica
+	work      *work // nil where no work is accounted, or once it is settled
 }
 
 // hold takes a reservation. The caller holds the mutex of the load's registry.
@@ -23,9 +24,9 @@ func (l *Lease) hold(load *Load) {
 }
 
 // holdRecord takes a provisional record. The caller holds prefixes.mu.
-func (l *Lease) holdRecord(prefixes *Prefixes, record Record) {
+func (l *Lease) holdRecord(prefixes *Prefixes, record Record, predicted prediction) {
 	l.mu.Lock()
-	l.prefixes, l.record = prefixes, record
+	l.prefixes, l.record, l.predicted = prefixes, record, predicted
 	l.mu.Unlock()
 }
 

@@ -35,7 +35,7 @@ func (s *LeastPrefill) Pick(req *Request, candidates []Candidate, lease *Lease) 
 		return d, false
 	}
 	d.Score = float64(views[d.Index].matched) / float64(counted)
-	s.Prefixes.record(req, views[d.Index], lease)
+	s.Prefixes.record(req, &candidates[d.Index], views[d.Index], lease)
 	return d, true
 }
 

@@ -86,7 +86,7 @@ func (p *Pipeline) Pick(req *Request, candidates []Candidate, lease *Lease) (Dec
 		return d, false
 	}
 	if req.counted() > 0 {
-		p.Prefixes.record(req, s.views[d.Index], lease)
+		p.Prefixes.record(req, &candidates[d.Index], s.views[d.Index], lease)
 	}
 	lease.holdSession(p.Sessions, req.Session, candidates[d.Index].replica())
 	return d, true

@@ -14,6 +14,8 @@ type PrefixIndex interface {
 	Prompts(slot int) int
 	// Text is how many bytes they are together, what they share counted once.
 	Text(slot int) int64
+	// SetMaxText bounds that; 0 is no bound.
+	SetMaxText(slot int, bytes int64)
 	// Add makes a slot and Remove forgets all it holds; a number may be given again afterwards.
 	Add() int
 	Remove(slot int)
@@ -50,8 +52,11 @@ type Member struct {
 	key string
 
 	// guarded by Prefixes.mu
-	slot int // noSlot once everybody has left
-	refs int
+	slot     int // noSlot once everybody has left
+	refs     int
+	capacity int64 // tokens that the replica's cache has room for; 0 is unknown
+	bounded  int64 // bytes that its share of the record is bounded to; 0 is not
+	feedback feedback
 }
 
 const noSlot = -1
@@ -132,9 +137,9 @@ func (p *Prefixes) look(req *Request, candidates []Candidate) []view {
 }
 
 // record records the prompt for the candidate that was picked, provisionally. The caller holds the lock.
-func (p *Prefixes) record(req *Request, picked view, lease *Lease) {
+func (p *Prefixes) record(req *Request, c *Candidate, picked view, lease *Lease) {
 	if picked.slot != noSlot {
-		lease.holdRecord(p, p.index.Insert(picked.slot, req.Text))
+		lease.holdRecord(p, p.index.Insert(picked.slot, req.Text), prediction{p, c.Member, req.counted(), picked.matched})
 	}
 }
 

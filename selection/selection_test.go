@@ -63,6 +63,8 @@ func (x *naiveIndex) Text(slot int) (n int64) {
 	return n
 }
 
+func (x *naiveIndex) SetMaxText(int, int64) {}
+
 func (x *naiveIndex) Add() int {
 	if n := len(x.free); n > 0 {
 		slot := x.free[n-1]

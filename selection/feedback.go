@@ -1,0 +1,143 @@
+package selection
+
+// What engines deliver is compared with what was predicted, where answers say how many tokens of their prompt were cached. Predictions that keep
+// failing mean that the replica holds less than it was sent: it has restarted, its cache is smaller than assumed, or others use it too. Its share of
+// the record is then bounded to what is true. More than predicted is normal: what others have sent, or an outer cache.
+
+const (
+	// minPrediction is the least prediction, in bytes, that is compared: below it, whole blocks and templates blur the figures.
+	minPrediction = 2048
+	// feedbackWindow is how many predictions are judged together.
+	feedbackWindow = 16
+	// restartMisses is how many predictions must fail altogether, one after another, to say that the replica has lost everything.
+	restartMisses = 4
+	// failing is the share of what was predicted below which the record is too large, and kept the one above which it may grow again.
+	failing = 0.6
+	kept    = 0.9
+	// leastLearned is the least that a bound is learned to be, in bytes.
+	leastLearned = 64 << 10
+	// tokenBytes is how many bytes of a prompt a token is until it is learned.
+	tokenBytes = 4
+)
+
+// feedback is what the answers of a replica told. Guarded by Prefixes.mu.
+type feedback struct {
+	tokenBytes float64 // learned bytes of prompt per token; 0 until it is
+	judged     int     // predictions in the window
+	predicted  float64 // bytes
+	delivered  float64
+	misses     int   // predictions in a row of which nothing was delivered
+	learned    int64 // bound of the record in bytes; 0 for none
+}
+
+// prediction is what was expected of an answer.
+type prediction struct {
+	prefixes *Prefixes
+	member   *Member
+	counted  int // bytes of the prompt
+	matched  int // bytes of it that were thought to be cached
+}
+
+// Delivered says what the engine reported: the tokens of the prompt, the cached ones among them.
+func (l *Lease) Delivered(promptTokens, cachedTokens int) {
+	l.mu.Lock()
+	p := l.predicted
+	l.predicted = prediction{}
+	l.mu.Unlock()
+	if p.prefixes == nil || promptTokens <= 0 || cachedTokens < 0 {
+		return
+	}
+	p.prefixes.mu.Lock()
+	defer p.prefixes.mu.Unlock()
+	if p.member.slot != noSlot {
+		p.prefixes.judge(p, promptTokens, min(cachedTokens, promptTokens))
+	}
+}
+
+// judge takes in one comparison. The caller holds the lock.
+func (p *Prefixes) judge(was prediction, promptTokens, cachedTokens int) {
+	f := &was.member.feedback
+	perToken := min(max(float64(was.counted)/float64(promptTokens), 0.5), 64)
+	if f.tokenBytes == 0 {
+		f.tokenBytes = perToken
+	}
+	f.tokenBytes += (perToken - f.tokenBytes) / 16
+	p.bound(was.member)
+
+	if was.matched < minPrediction {
+		return
+	}
+	delivered := min(float64(cachedTokens)/float64(promptTokens)*float64(was.counted), float64(was.matched))
+	f.judged++
+	f.predicted += float64(was.matched)
+	f.delivered += delivered
+	if delivered < float64(was.matched)/10 {
+		f.misses++
+	} else {
+		f.misses = 0
+	}
+	switch {
+	case f.misses >= restartMisses:
+		p.forget(was.member)
+		was.member.feedback = feedback{tokenBytes: f.tokenBytes, learned: f.learned}
+	case f.judged >= feedbackWindow:
+		share := f.delivered / f.predicted
+		switch {
+		case share < failing:
+			f.learned = max(int64(float64(p.index.Text(was.member.slot))*max(share, 0.5)), leastLearned)
+		case share > kept && f.learned > 0:
+			f.learned += f.learned / 8
+		}
+		f.judged, f.predicted, f.delivered = 0, 0, 0
+		p.bound(was.member)
+	}
+}
+
+// perToken is how many bytes of a prompt a token of the replica is. The caller holds the lock.
+func (m *Member) perToken() float64 {
+	if m.feedback.tokenBytes > 0 {
+		return m.feedback.tokenBytes
+	}
+	return tokenBytes
+}
+
+// SetCapacity says how many tokens the replica's cache has room for; 0 is unknown. Its share of the record is kept to that.
+func (p *Prefixes) SetCapacity(m *Member, tokens int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	m.capacity = max(tokens, 0)
+	p.bound(m)
+}
+
+// bound applies the smaller of what the replica's cache is said to have room for and what was learned. The caller holds the lock.
+func (p *Prefixes) bound(m *Member) {
+	if m.slot == noSlot {
+		return
+	}
+	// A bound is applied when it has moved by a little, not with every answer.
+	most := min(float64(m.capacity)*m.perToken(), 1<<50)
+	if learned := float64(m.feedback.learned); learned > 0 && (most == 0 || learned < most) {
+		most = learned
+	}
+	if was := float64(m.bounded); most > was*1.02 || most < was*0.98 {
+		m.bounded = int64(most)
+		p.index.SetMaxText(m.slot, m.bounded)
+	}
+}
+
+// Forget drops everything that is recorded for a replica, because its cache is known to be empty.
+func (p *Prefixes) Forget(m *Member) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.forget(m)
+}
+
+// forget gives the member a new slot. The caller holds the lock.
+func (p *Prefixes) forget(m *Member) {
+	if m.slot == noSlot {
+		return
+	}
+	p.index.Remove(m.slot)
+	m.slot, m.bounded = p.index.Add(), 0
+	p.bound(m)
+}
