@@ -35,6 +35,7 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	    provider <name> <api_base> {
 //	        kind      openai_compatible
 //	        api_key   <key>
+//	        engine_priority on|off|trust_client
 //	        kv_events <endpoint> {
 //	            topic <prefix>
 //	        }
@@ -130,6 +131,8 @@ func (h *Handler) parseProvider(d *caddyfile.Dispenser) error {
 			p.Kind, err = arg(d)
 		case "api_key":
 			p.APIKey, err = arg(d)
+		case "engine_priority":
+			p.EnginePriority, err = arg(d)
 		case "kv_events":
 			p.KVEvents = new(KVEvents)
 			p.KVEvents.Endpoint, err = arg(d)

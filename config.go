@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -42,6 +43,13 @@ type Provider struct {
 
 	// The LMCache controller of the replica, for `lmcache_aware`.
 	LMCache *LMCache `json:"lmcache,omitempty"`
+
+	// Whether requests carry the field `priority`, by which an engine that runs with `--scheduling-policy priority` takes waiting requests: short
+	// prompts first, and none waits for ever. `on` replaces a client's own priority, `trust_client` keeps it. An engine that
+	// refuses the field is sent none from then on. Default: `off`.
+	EnginePriority string `json:"engine_priority,omitempty"`
+
+	priority atomic.Int32 // what is known of whether the engine takes it
 
 	dial   string // address to dial
 	scheme string
@@ -333,6 +341,11 @@ func (e *Egress) policy() egress.Policy {
 func (p *Provider) provision(policy egress.Policy) error {
 	if p.Kind != "" && p.Kind != "openai_compatible" {
 		return fmt.Errorf("kind %q: the only kind is \"openai_compatible\"", p.Kind)
+	}
+	switch p.EnginePriority {
+	case "", priorityOff, priorityOn, priorityTrustClient:
+	default:
+		return fmt.Errorf("engine_priority %q: must be off, on or trust_client", p.EnginePriority)
 	}
 	repl := caddy.NewReplacer()
 	p.APIKey = repl.ReplaceKnown(p.APIKey, "")

@@ -132,7 +132,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if i < 0 {
 		return nil
 	}
-	q.resend(r, q.partsFor(""))
+	q.resend(r, q.partsFor("", nil))
 	q.name(pool[i].Dial)
 	if w != nil && or(p.DecisionHeaders, true) {
 		q.said.Load().setHeaders(w.Header())

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -32,8 +33,9 @@ type request struct {
 	stream *onceBody // then it goes to the first replica that reads of it
 	parser *prompt.Parser
 	parsed *prompt.Body // valid as long as parser is held
-	model  string       // that the client asked for
-	text   *[]byte      // pooled memory of asked.Text, where it is not the parser's
+	api    prompt.API
+	model  string  // that the client asked for
+	text   *[]byte // pooled memory of asked.Text, where it is not the parser's
 	asked  selection.Request
 
 	attempt int
@@ -43,9 +45,15 @@ type request struct {
 	said    atomic.Pointer[decision] // read by whoever asks for a placeholder
 
 	// What the first attempt found in the request that is proxied, for later attempts to start from.
-	url           *url.URL
-	header        http.Header
-	authorization []string
+	url            *url.URL
+	header         http.Header
+	authorization  []string
+	priorityHeader []string
+
+	// Of the latest attempt, in the handler.
+	target  *Target
+	stamped bool // with a priority
+	unstamp bool // the engine may have refused it: the next attempt is for the same target, without
 }
 
 // decision is what is said about the latest attempt.
@@ -111,7 +119,8 @@ var parsers = sync.Pool{New: func() any { return new(prompt.Parser) }}
 // parse reads what is needed out of the body.
 func (q *request) parse(path string) {
 	q.parser = parsers.Get().(*prompt.Parser)
-	q.parsed = q.parser.Parse(prompt.APIOf(path), q.body.data)
+	q.api = prompt.APIOf(path)
+	q.parsed = q.parser.Parse(q.api, q.body.data)
 	q.model = q.parsed.Model
 	q.asked = selection.Request{Text: q.parsed.Text, Lead: q.parsed.Lead, Tail: q.parsed.Tail, Stream: q.parsed.Stream}
 	if why := q.parsed.Why.String(); why != "" {
@@ -280,9 +289,15 @@ func (q *request) ask(policy reverseproxy.Selector, pool reverseproxy.UpstreamPo
 // aim makes the request that is about to be proxied one for this target: body, path and credentials.
 func (q *request) aim(r *http.Request, rt *Route, t *Target) {
 	if q.attempt == 1 {
-		q.url, q.header, q.authorization = r.URL, r.Header, r.Header["Authorization"]
+		q.url, q.header = r.URL, r.Header
+		q.authorization, q.priorityHeader = r.Header["Authorization"], r.Header[enginePriorityHeader]
 	}
-	q.resend(r, q.partsFor(t.Model))
+	var priority []byte
+	if q.stamped = q.stamp(t.provider); q.stamped {
+		priority = strconv.AppendInt(nil, q.priority(), 10)
+	}
+	q.target = t
+	q.resend(r, q.partsFor(t.Model, priority))
 	if rt.rewritesPath {
 		u := *q.url
 		u.Path = t.provider.pathFor(q.url.Path)
@@ -291,40 +306,71 @@ func (q *request) aim(r *http.Request, rt *Route, t *Target) {
 		}
 		r.URL = &u
 	}
-	if rt.setsKeys {
+	if rt.setsHeaders {
 		// The proxy copies q.header for every attempt, after this: see Route.provision.
-		switch {
-		case t.provider.APIKey != "":
-			q.header["Authorization"] = []string{"Bearer " + t.provider.APIKey}
-		case q.authorization != nil:
-			q.header["Authorization"] = q.authorization
-		default:
-			delete(q.header, "Authorization")
+		set := func(name string, value []string) {
+			if value != nil {
+				q.header[name] = value
+			} else {
+				delete(q.header, name)
+			}
 		}
+		authorization, priorityHeader := q.authorization, q.priorityHeader
+		if t.provider.APIKey != "" {
+			authorization = []string{"Bearer " + t.provider.APIKey}
+		}
+		if q.stamped {
+			priorityHeader = []string{string(priority)}
+		} else if t.provider.EnginePriority == priorityOn {
+			priorityHeader = nil // no client jumps the queue
+		}
+		set("Authorization", authorization)
+		set(enginePriorityHeader, priorityHeader)
 	}
 	q.name(t.Provider)
 }
 
-// partsFor is the body with another model name in it; "" leaves the name as it is.
-func (q *request) partsFor(model string) [][]byte {
+// edit replaces a span of the body; an empty span is where something is put in.
+type edit struct {
+	prompt.Span
+	by []byte
+}
+
+// partsFor is the body with another model name in it, and a priority; "" leaves the name as it is, and nil adds no priority.
+func (q *request) partsFor(model string, priority []byte) [][]byte {
 	if q.body == nil {
 		return nil
 	}
 	data := q.body.data
-	spans := q.parsed.ModelSpans
+	var edits []edit
 	// An object that names its model twice is read differently by different parsers: all of them must see the name that was routed.
-	if model == "" && len(spans) > 1 && q.parsed.HasModel {
+	if model == "" && len(q.parsed.ModelSpans) > 1 && q.parsed.HasModel {
 		model = q.parsed.Model
 	}
-	if model == "" || len(spans) == 0 || len(spans) == 1 && q.parsed.HasModel && model == q.parsed.Model {
-		return [][]byte{data}
+	if model != "" && !(len(q.parsed.ModelSpans) == 1 && q.parsed.HasModel && model == q.parsed.Model) {
+		name := prompt.AppendJSONString(nil, model)
+		for _, span := range q.parsed.ModelSpans {
+			edits = append(edits, edit{span, name})
+		}
 	}
-	name := prompt.AppendJSONString(nil, model)
-	parts := make([][]byte, 0, 2*len(spans)+1)
+	if priority != nil {
+		for _, span := range q.parsed.PrioritySpans {
+			edits = append(edits, edit{span, priority})
+		}
+		if at := q.parsed.Object; at > 0 && len(q.parsed.PrioritySpans) == 0 {
+			member := append([]byte(`"priority":`), priority...)
+			if q.parsed.Members {
+				member = append(member, ',')
+			}
+			edits = append(edits, edit{prompt.Span{Start: at, End: at}, member})
+		}
+		slices.SortFunc(edits, func(a, b edit) int { return a.Start - b.Start })
+	}
+	parts := make([][]byte, 0, 2*len(edits)+1)
 	at := 0
-	for _, span := range spans {
-		parts = append(parts, data[at:span.Start], name)
-		at = span.End
+	for _, e := range edits {
+		parts = append(parts, data[at:e.Start], e.by)
+		at = e.End
 	}
 	return append(parts, data[at:])
 }

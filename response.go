@@ -6,8 +6,11 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/rolter-ai/caddy-rolter/prompt"
 )
 
 // responseWriter watches the answer on its way to the client: it adds the decision headers, and settles what was recorded for the
@@ -17,15 +20,22 @@ type responseWriter struct {
 	request *request
 	headers bool // add the decision headers
 
-	status  int    // 0 until it is written
-	begun   bool   // the first byte of the body has come
-	settled bool   // the request's record is settled
-	event   []byte // what has come of a stream's first event
+	status  int          // 0 until it is written
+	begun   bool         // the first byte of the body has come
+	settled bool         // the request's record is settled
+	event   []byte       // what has come of a stream's first event
+	tail    *prompt.Tail // the end of the answer, where it says what was cached; nil when that is not to be known
 }
 
 func newResponseWriter(w http.ResponseWriter, q *request, headers bool) *responseWriter {
-	return &responseWriter{ResponseWriterWrapper: &caddyhttp.ResponseWriterWrapper{ResponseWriter: w}, request: q, headers: headers}
+	rw := &responseWriter{ResponseWriterWrapper: &caddyhttp.ResponseWriterWrapper{ResponseWriter: w}, request: q, headers: headers}
+	if q.parser != nil && q.asked.Text != nil && q.parsed.N <= 1 {
+		rw.tail = tails.Get().(*prompt.Tail)
+	}
+	return rw
 }
+
+var tails = sync.Pool{New: func() any { return new(prompt.Tail) }}
 
 // maxFirstEvent bounds how much of a stream is looked at for its first event.
 const maxFirstEvent = 4096
@@ -51,7 +61,7 @@ func (w *responseWriter) WriteHeader(status int) {
 
 func (w *responseWriter) settle(status int) {
 	w.settled = true
-	w.request.lease.Answered(status < 400)
+	w.request.answered(status)
 }
 
 func (w *responseWriter) Write(p []byte) (int, error) {
@@ -61,7 +71,7 @@ func (w *responseWriter) Write(p []byte) (int, error) {
 
 // ReadFrom implements [io.ReaderFrom].
 func (w *responseWriter) ReadFrom(r io.Reader) (int64, error) {
-	if w.status == 0 || !w.settled || !w.begun {
+	if w.status == 0 || !w.settled || !w.begun || w.tail != nil {
 		return io.Copy(struct{ io.Writer }{w}, r) // by Write, so that the beginning is seen
 	}
 	return w.ResponseWriterWrapper.ReadFrom(r)
@@ -71,6 +81,20 @@ func (w *responseWriter) ReadFrom(r io.Reader) (int64, error) {
 func (w *responseWriter) ended() {
 	if w.status != 0 && !w.settled {
 		w.settle(w.status)
+	}
+	if w.tail != nil && w.status == http.StatusOK {
+		if usage, ok := w.tail.Usage(w.request.api); ok && usage.CachedKnown {
+			w.request.lease.Delivered(usage.PromptTokens, usage.CachedTokens)
+		}
+	}
+}
+
+// close gives back what the writer holds.
+func (w *responseWriter) close() {
+	if w.tail != nil {
+		w.tail.Reset()
+		tails.Put(w.tail)
+		w.tail = nil
 	}
 }
 
@@ -85,6 +109,9 @@ func (w *responseWriter) look(p []byte) {
 	if !w.begun {
 		w.begun = true
 		w.request.lease.FirstByte()
+	}
+	if w.tail != nil {
+		_, _ = w.tail.Write(p)
 	}
 	if w.settled {
 		return

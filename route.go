@@ -47,7 +47,8 @@ type Route struct {
 	members      []*member
 	counters     *decisionCounters
 	rewritesPath bool // some provider has a path
-	setsKeys     bool // some provider has a key
+	setsHeaders  bool // some provider has a key, or a priority
+	stamps       bool // some provider has a priority
 	renames      bool // some target has another name for the model
 	proxying     bool // the proxy was provisioned
 	logger       *zap.Logger
@@ -60,8 +61,8 @@ const idleTimeout = caddy.Duration(4 * time.Second)
 const restTime = caddy.Duration(time.Second)
 
 // retryExpression says which answers and failures are tried on another target. A request that makes one engine fail must not visit them all,
-// so other statuses are not.
-const retryExpression = `{http.reverse_proxy.status_code} == 503 || {http.reverse_proxy.is_transport_error} == true`
+// so other statuses are not; a 400 is only where it may be for the priority that we added.
+const retryExpression = `{http.reverse_proxy.status_code} in [400, 503] || {http.reverse_proxy.is_transport_error} == true`
 
 // retryMatcher is the expression, and before it the same in Go, because the proxy asks for every answer and hardly any is to be tried again. The
 // expression cannot be left out: the proxy shows answers only to sets of matchers that have one.
@@ -84,8 +85,14 @@ func (mayRetry) MatchWithError(r *http.Request) (bool, error) {
 	if failed, _ := repl.Get("http.reverse_proxy.is_transport_error"); failed == true {
 		return true, nil
 	}
-	status, _ := repl.Get("http.reverse_proxy.status_code")
-	return status == http.StatusServiceUnavailable, nil
+	switch status, _ := repl.Get("http.reverse_proxy.status_code"); status {
+	case http.StatusServiceUnavailable:
+		return true, nil
+	case http.StatusBadRequest:
+		q, _ := caddyhttp.GetVar(r.Context(), handlerVar).(*request)
+		return q != nil && q.mayUnstamp(), nil
+	}
+	return false, nil
 }
 
 // provision checks the route and prepares it. Errors name the key and the value.
@@ -157,7 +164,8 @@ func (rt *Route) findProviders(h *Handler) error {
 		}
 		rt.rewritesPath = rt.rewritesPath || t.provider.path != ""
 		rt.renames = rt.renames || t.Model != ""
-		rt.setsKeys = rt.setsKeys || t.provider.APIKey != ""
+		rt.stamps = rt.stamps || t.provider.EnginePriority != "" && t.provider.EnginePriority != priorityOff
+		rt.setsHeaders = rt.setsHeaders || rt.stamps || t.provider.APIKey != ""
 	}
 	return nil
 }
@@ -262,8 +270,11 @@ func (rt *Route) provisionProxy(ctx caddy.Context) (err error) {
 	rt.choice.tryAgain = lb.Retries > 0 || lb.TryDuration > 0
 	if !rt.choice.tryAgain {
 		lb.Retries = len(rt.Targets) - 1
+		if rt.stamps {
+			lb.Retries++ // without the priority
+		}
 	}
-	if lb.RetryMatchRaw == nil && (several || rt.choice.tryAgain) {
+	if lb.RetryMatchRaw == nil && lb.Retries+int(lb.TryDuration) > 0 {
 		if lb.RetryMatch, err = retryMatcher(ctx); err != nil {
 			return err
 		}
@@ -282,7 +293,7 @@ func (rt *Route) provisionProxy(ctx caddy.Context) (err error) {
 		rt.choice.tryResting = rp.HealthChecks.Active == nil && rp.CBRaw == nil
 	}
 
-	if rt.setsKeys {
+	if rt.setsHeaders {
 		// With header operations, even none, the proxy makes new headers for every attempt. Without them it would hand the same map to
 		// every attempt, and a target's key would be changed under the eyes of an earlier attempt's transport.
 		if rp.Headers == nil {
@@ -336,7 +347,12 @@ func (rt *Route) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if q == nil || q.owner != rt.handler {
 		return nil // only the handler comes here
 	}
-	i := q.choose(&rt.choice, pool, rt.members, func(i int) float64 { return rt.Targets[i].weight }, r, w)
+	var i int
+	if q.unstamp && q.stamped {
+		i = q.selectAgain(rt)
+	} else {
+		i = q.choose(&rt.choice, pool, rt.members, func(i int) float64 { return rt.Targets[i].weight }, r, w)
+	}
 	if i < 0 {
 		return nil
 	}

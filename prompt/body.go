@@ -31,7 +31,8 @@ func (w Why) String() string {
 	return "unknown"
 }
 
-// MaxModelSpans is how many times a body may name its model. One that does it a million times is there to take memory.
+// MaxModelSpans is how many times a body may name its model, and how many times its priority. One that does it a million
+// times is there to take memory.
 const MaxModelSpans = 64
 
 // Body is what a request's body says. Its slices belong to the [Parser].
@@ -48,6 +49,24 @@ type Body struct {
 	ModelSpans []Span
 	// Stream tells that the last top-level "stream" is true.
 	Stream bool
+
+	// N is how many answers a prompt is to get: the last top-level "n" or the last top-level "best_of", whichever is more,
+	// and at least 1; no more than 1<<31 - 1 is told. Strings of a number count, as pydantic, which engines read requests
+	// with, takes them for numbers; fractions are rounded up. With more than one answer vLLM's count of cached tokens is
+	// that of one of them, which may have found what another had just computed.
+	N int
+	// Priority is the last top-level "priority", if HasPriority tells that this is an integer, as JSON writes them, that
+	// fits. vLLM takes the lowest first.
+	Priority    int64
+	HasPriority bool
+	// PrioritySpans are the values of every top-level "priority" of any kind, as ModelSpans are those of "model"; more than
+	// [MaxModelSpans] of them are treated alike, too.
+	PrioritySpans []Span
+	// Object is the offset behind the opening brace of a body that is an object, where a further member can be inserted, and
+	// 0 for other bodies. Members tells that the object has a member, so that a comma must follow the inserted one. An
+	// engine for which the last of two members decides does not see what is inserted if the body has that key too.
+	Object  int
+	Members bool
 
 	// Text is the rendering of the conversation, described at the package. It is nil when Why tells that there is none.
 	Text []byte

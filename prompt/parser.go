@@ -1,6 +1,10 @@
 package prompt
 
-import "bytes"
+import (
+	"bytes"
+	"math"
+	"strconv"
+)
 
 // Parser parses request bodies. Its zero value is ready. It keeps its buffers from one body to the next, so it belongs
 // in a sync.Pool; it is not safe for concurrent use.
@@ -19,9 +23,11 @@ type Parser struct {
 	headSum [heads][digestLen]byte
 	headSet [heads]bool
 
-	spans []Span
-	ids   []uint32
-	out   Body
+	spans      []Span // of models
+	priorities []Span
+	ids        []uint32
+	n, bestOf  int // of the body, 0 if absent
+	out        Body
 }
 
 // section is what one top-level field renders to: the system turn, or the turns; for completions, the prompt.
@@ -44,7 +50,7 @@ const maxKept = 1 << 20
 // last [Body] as [Parser.Parse] does.
 func (p *Parser) Reset() {
 	model := p.out.Model
-	kept := Parser{objects: p.objects, text: p.text, spans: p.spans, ids: p.ids}
+	kept := Parser{objects: p.objects, text: p.text, spans: p.spans, priorities: p.priorities, ids: p.ids}
 	if len(model) <= 256 {
 		kept.out.Model = model
 	}
@@ -56,6 +62,9 @@ func (p *Parser) Reset() {
 	}
 	if cap(kept.spans) > maxKept/16 {
 		kept.spans = nil
+	}
+	if cap(kept.priorities) > maxKept/16 {
+		kept.priorities = nil
 	}
 	if cap(kept.ids) > maxKept/4 {
 		kept.ids = nil
@@ -77,12 +86,14 @@ func (p *Parser) Parse(api API, body []byte) *Body {
 	p.system, p.turns = section{}, section{}
 	p.headSet = [heads]bool{}
 	p.ids = p.ids[:0]
-	p.out = Body{Model: p.out.Model, ModelSpans: p.spans[:0]}
+	p.n, p.bestOf = 0, 0
+	p.out = Body{Model: p.out.Model, ModelSpans: p.spans[:0], PrioritySpans: p.priorities[:0]}
 
 	p.i = literal(body, "\uFEFF") // a byte order mark
 	object := p.peek() == '{'
 	if object {
 		p.i++
+		p.out.Object = p.i
 		p.fields()
 	} else {
 		p.skip()
@@ -90,7 +101,8 @@ func (p *Parser) Parse(api API, body []byte) *Body {
 	if p.peek(); p.i < len(body) {
 		p.fail()
 	}
-	p.spans = p.out.ModelSpans
+	p.spans, p.priorities = p.out.ModelSpans, p.out.PrioritySpans
+	p.out.N = max(1, p.n, p.bestOf)
 	if !p.out.HasModel {
 		p.out.Model = ""
 	}
@@ -115,12 +127,19 @@ func (p *Parser) fields() {
 		if !more {
 			return
 		}
+		p.out.Members = true
 		switch {
 		case string(key) == "model":
 			p.model()
 		case string(key) == "stream":
 			p.out.Stream = literal(p.body[p.i:], "true") > 0
 			p.skip()
+		case string(key) == "n":
+			p.n = p.choices()
+		case string(key) == "best_of":
+			p.bestOf = p.choices()
+		case string(key) == "priority":
+			p.priority()
 		case len(key) == 0 || source.turns == "":
 			p.skip()
 		case string(key) == source.turns && p.api == Completions:
@@ -165,6 +184,38 @@ func (p *Parser) model() {
 	p.out.HasModel = isString
 	p.out.ModelSpans = append(p.out.ModelSpans, Span{start, p.i})
 	p.bad = len(p.out.ModelSpans) > MaxModelSpans
+}
+
+// choices reads the value of "n" or "best_of". What is no number is 0.
+func (p *Parser) choices() int {
+	from := len(p.text)
+	p.value()
+	v := p.text[from:]
+	p.text = p.text[:from]
+	v = bytes.TrimSuffix(bytes.TrimPrefix(v, []byte{'"'}), []byte{mark})
+	// Without a look at the error: then it is 0, or infinite for what is too much.
+	n, _ := strconv.ParseFloat(string(bytes.TrimSpace(v)), 64)
+	if p.bad || !(n > 0) { // NaN is not
+		return 0
+	}
+	return int(min(math.Ceil(n), math.MaxInt32))
+}
+
+func (p *Parser) priority() {
+	start := p.i
+	p.skip()
+	if p.bad {
+		return
+	}
+	v := p.body[start:p.i]
+	p.out.Priority, p.out.HasPriority = 0, false
+	if v[0] == '-' || v[0]-'0' <= 9 {
+		if n, err := strconv.ParseInt(string(v), 10, 64); err == nil {
+			p.out.Priority, p.out.HasPriority = n, true
+		}
+	}
+	p.out.PrioritySpans = append(p.out.PrioritySpans, Span{start, p.i})
+	p.bad = len(p.out.PrioritySpans) > MaxModelSpans
 }
 
 // finish puts the rendering together.

@@ -136,6 +136,16 @@ func (c *Cache) Insert(keys []uint64) int {
 	return n
 }
 
+// forget empties a cache of which nothing is held, as the end of a process does: without telling the observer, since a
+// process that ends publishes nothing.
+func (c *Cache) forget() {
+	if c.pinned > 0 {
+		panic("replica: a cache with blocks that are held is emptied")
+	}
+	clear(c.blocks)
+	c.lru.prev, c.lru.next = &c.lru, &c.lru
+}
+
 func (c *Cache) evict() {
 	b := c.lru.next
 	b.unlink()

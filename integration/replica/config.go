@@ -2,6 +2,7 @@ package replica
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"strings"
@@ -19,6 +20,9 @@ type Config struct {
 	BlockSize int
 	// CacheBlocks is the capacity of the prefix cache in blocks; 0 is unbounded.
 	CacheBlocks int
+	// ClaimedBlocks is the capacity that /metrics claims in vllm:cache_config_info, for a router that must cope with a
+	// false one, as it gets from replicas of hybrid models. Default 0: the truth.
+	ClaimedBlocks int
 	// MaxModelLen is the longest prompt and answer together, in tokens. Default 131072; never more than the cache holds,
 	// as vLLM does not start with less.
 	MaxModelLen int
@@ -36,6 +40,9 @@ type Config struct {
 	ShutdownLinger time.Duration
 	// APIKey, where set, is demanded as a bearer token on /v1 paths, as by vLLM's --api-key.
 	APIKey string
+	// RefusePriority answers 400 to a request with a priority other than 0, as old versions of vLLM without priority
+	// scheduling do; newer ones ignore the field. It contradicts Scheduling ByPriority.
+	RefusePriority bool
 	// NoPromptTokensDetails leaves cached_tokens out of the OpenAI usage objects, as a vLLM without
 	// --enable-prompt-tokens-details does.
 	NoPromptTokensDetails bool
@@ -79,6 +86,7 @@ func (c Config) Validate() error {
 	}{
 		{"block size", int64(c.BlockSize)},
 		{"cache blocks", int64(c.CacheBlocks)},
+		{"claimed blocks", int64(c.ClaimedBlocks)},
 		{"max model len", int64(c.MaxModelLen)},
 		{"answer tokens", int64(c.AnswerTokens)},
 		{"keep-alive", int64(c.KeepAlive)},
@@ -93,6 +101,9 @@ func (c Config) Validate() error {
 	}
 	if !(c.TimeScale >= 0 && c.TimeScale <= 1e4) {
 		return fmt.Errorf("time scale %v: must be more than 0 and at most 10000", c.TimeScale)
+	}
+	if c.RefusePriority && c.Scheduling == ByPriority {
+		return errors.New("refuse priority: a replica with priority scheduling does not")
 	}
 	return c.Fault.validate()
 }
@@ -113,6 +124,7 @@ func RegisterFlags(fs *flag.FlagSet) *Config {
 	fs.StringVar(&c.Listen, "listen", c.Listen, "address to listen on")
 	fs.StringVar(&c.Model, "model", c.Model, "served model name, or several separated by commas")
 	fs.IntVar(&c.CacheBlocks, "cache-blocks", c.CacheBlocks, "capacity of the prefix cache in blocks, 0 for unbounded")
+	fs.IntVar(&c.ClaimedBlocks, "claimed-blocks", c.ClaimedBlocks, "capacity that /metrics claims in blocks, 0 for the truth")
 	fs.IntVar(&c.BlockSize, "block-size", c.BlockSize, "tokens of a cache block")
 	fs.IntVar(&c.MaxModelLen, "max-model-len", c.MaxModelLen, "longest prompt and answer together, in tokens")
 	fs.Float64Var(&c.PrefillRate, "prefill-rate", c.PrefillRate, "prefill speed in tokens per second")
@@ -123,6 +135,8 @@ func RegisterFlags(fs *flag.FlagSet) *Config {
 	})
 	fs.IntVar(&c.MaxRunning, "max-running", c.MaxRunning, "most requests computed at the same time (vLLM: --max-num-seqs)")
 	fs.IntVar(&c.MaxQueued, "max-queued", c.MaxQueued, "most requests in flight, running ones included, 0 for unlimited (vLLM: --max-num-queued-reqs)")
+	fs.StringVar((*string)(&c.Scheduling), "scheduling", string(c.Scheduling), "order of waiting requests: fifo, or priority for lowest \"priority\" first (vLLM: --scheduling-policy)")
+	fs.BoolVar(&c.RefusePriority, "refuse-priority", false, "answer 400 to requests with a priority, as old versions without priority scheduling do")
 	fs.IntVar(&c.AnswerTokens, "answer-tokens", c.AnswerTokens, "length of an answer that the request does not limit, in tokens")
 	fs.Float64Var(&c.TimeScale, "time-scale", c.TimeScale, "how many times faster than life")
 	fs.DurationVar(&c.KeepAlive, "keep-alive", c.KeepAlive, "how long an idle connection stays open")

@@ -5,6 +5,7 @@
 // what time it is, so that a trace replay can drive it in virtual time. The server ([Server]) drives the same model in
 // real time behind vLLM's HTTP interface, and can be told to fail in the ways real replicas fail ([Fault]).
 //
-// What is simplified: requests are prefilled one at a time, first come first served, and decoding does not slow down
-// with the number of running requests; there is no preemption; a block is never held in two copies.
+// What is simplified: requests are prefilled one at a time, in the order of [Scheduling], where vLLM mixes chunks of
+// several; decoding does not slow down with the number of running requests; there is no preemption, not even by
+// priority; a block is never held in two copies.
 package replica

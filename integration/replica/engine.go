@@ -1,16 +1,18 @@
 package replica
 
 import (
+	"cmp"
 	"container/heap"
-	"container/list"
 	"errors"
 	"math"
+	"slices"
 	"time"
 )
 
 // Engine is the model of one replica's scheduler, in whatever time its caller lives in: times are durations since an
-// origin that the caller chooses, and never go back. Requests wait first come first served, are prefilled one at a
-// time, then decode side by side, each at its own pace.
+// origin that the caller chooses, and never go back. Requests wait in the order of [Timing.Scheduling], are prefilled one
+// at a time, then decode side by side, each at its own pace. A prefill that runs is not interrupted for a request that
+// would have come before it.
 //
 // A caller alternates between submitting and aborting, each with the current time, and [Engine.Advance] at the times
 // that [Engine.Next] announces. What happens in between is computed for the exact time at which it happens, however late
@@ -19,16 +21,19 @@ type Engine struct {
 	timing       Timing
 	cache        *Cache
 	cachedTokens func(residentBlocks, promptTokens int) int
+	speed        float64 // times what timing says
+	stopped      bool
 
-	waiting   list.List // of *Job
-	prefill   *Job      // the one running job that is being prefilled
-	running   int       // jobs that hold a slot, prefill included
-	events    eventHeap // running jobs by the time of their next event
+	waiting   jobHeap // by the order in which they are taken
+	prefill   *Job    // the one running job that is being prefilled
+	running   int     // jobs that hold a slot, prefill included
+	events    jobHeap // running jobs by the time of their next event
 	submitted uint64
 }
 
 // Job is one sequence to prefill and decode. The caller sets the first group of fields and leaves them alone after
-// [Engine.Submit]; the engine sets the rest, for the caller to read.
+// [Engine.Submit]; the engine sets the rest, for the caller to read. A job that has ended may be submitted once more, to
+// any engine: it starts from the beginning.
 type Job struct {
 	// Keys are the block keys of the prompt, and after these the keys of the blocks that the answer will fill.
 	Keys []uint64
@@ -38,6 +43,8 @@ type Job struct {
 	PromptTokens, OutputTokens int
 	// BlockSize is the number of tokens of the blocks that the answer fills; unused without such blocks.
 	BlockSize int
+	// Priority orders waiting jobs, lowest first, where the engine's Scheduling is ByPriority.
+	Priority int64
 	// SlowFactor, where above 0, multiplies all of the job's computing times.
 	SlowFactor float64
 	// Notify, where set, is called after the job's Phase has changed. It must not call the engine.
@@ -52,12 +59,13 @@ type Job struct {
 	Generated    int           // tokens generated before Finished
 
 	decodeTime time.Duration // time between two tokens
+	paceToken  int           // token number paceToken came at paceFrom, the later ones come decodeTime apart
+	paceFrom   time.Duration
 	held       int           // Keys[:held] are pinned
 	full       bool          // the cache had no room for a block: the rest is not cached
 	at         time.Duration // time of the next event
-	order      uint64        // breaks ties of at
-	queued     *list.Element
-	heapPos    int
+	order      uint64        // of submission
+	heapPos    int           // in waiting or events
 }
 
 // Phase is where a job is.
@@ -72,13 +80,28 @@ const (
 	Aborted
 )
 
-// ErrQueueFull is what Submit answers when MaxQueued requests are in flight.
-var ErrQueueFull = errors.New("queue full")
+// What Submit answers when it does not take a job.
+var (
+	// ErrQueueFull says that MaxQueued requests are in flight.
+	ErrQueueFull = errors.New("queue full")
+	// ErrStopped says that the engine has been stopped.
+	ErrStopped = errors.New("engine stopped")
+)
 
 // NewEngine returns an idle engine. cachedTokens decides how many tokens of a prompt count as cached when so many of
 // its leading blocks are resident, the one rule that differs between users: [CachedTokens] is vLLM's.
 func NewEngine(timing Timing, cache *Cache, cachedTokens func(residentBlocks, promptTokens int) int) *Engine {
-	return &Engine{timing: timing.WithDefaults(), cache: cache, cachedTokens: cachedTokens}
+	timing = timing.WithDefaults()
+	return &Engine{
+		timing:       timing,
+		cache:        cache,
+		cachedTokens: cachedTokens,
+		speed:        1,
+		waiting:      jobHeap{before: timing.Scheduling.before()},
+		events: jobHeap{before: func(a, b *Job) bool {
+			return a.at < b.at || a.at == b.at && a.order < b.order
+		}},
+	}
 }
 
 // Cache returns the engine's prefix cache.
@@ -100,19 +123,23 @@ func (e *Engine) UsedBlocks() int {
 	return used
 }
 
-// Submit queues jobs that belong to one request: all of them, or none and ErrQueueFull.
+// Submit queues jobs that belong to one request: all of them, or none and ErrQueueFull or ErrStopped.
 func (e *Engine) Submit(now time.Duration, jobs ...*Job) error {
 	e.Advance(now)
+	if e.stopped {
+		return ErrStopped
+	}
 	if e.timing.MaxQueued > 0 && e.running+e.waiting.Len()+len(jobs) > e.timing.MaxQueued {
 		return ErrQueueFull
 	}
 	for _, j := range jobs {
 		j.Phase, j.Submitted = Waiting, now
+		j.CachedTokens, j.Started, j.FirstToken, j.Finished, j.Generated, j.full = 0, 0, 0, 0, 0, false
 		j.OutputTokens = max(j.OutputTokens, 1)
 		setDefault(&j.SlowFactor, 1)
 		j.order = e.submitted
 		e.submitted++
-		j.queued = e.waiting.PushBack(j)
+		heap.Push(&e.waiting, j)
 	}
 	e.admit(now)
 	return nil
@@ -124,31 +151,88 @@ func (e *Engine) Abort(now time.Duration, j *Job) {
 	e.Advance(now)
 	switch j.Phase {
 	case Waiting:
-		e.waiting.Remove(j.queued)
-		j.Finished = now
-		e.setPhase(j, Aborted)
+		heap.Remove(&e.waiting, j.heapPos)
 	case Prefilling, Decoding:
 		heap.Remove(&e.events, j.heapPos)
-		j.Generated = j.TokensAt(now)
-		e.finish(j, now, Aborted)
 	case Done, Aborted:
 		return
 	}
+	e.abort(now, j)
 	e.admit(now)
+}
+
+// abort ends a job that has been taken out of its heap.
+func (e *Engine) abort(now time.Duration, j *Job) {
+	if j.Phase == Waiting {
+		j.Finished = now
+		e.setPhase(j, Aborted)
+		return
+	}
+	j.Generated = j.TokensAt(now)
+	e.finish(j, now, Aborted)
+}
+
+// Stop is the end of the replica's process: all jobs are aborted at once, the cache is empty, and Submit answers
+// ErrStopped until [Engine.Start]. The observer of the cache is told nothing, as nobody is when a process dies. Stop
+// returns the jobs that it has aborted in the order in which they came, for whoever sends them elsewhere.
+func (e *Engine) Stop(now time.Duration) []*Job {
+	e.Advance(now)
+	e.stopped = true
+	ended := slices.Concat(e.waiting.jobs, e.events.jobs)
+	e.waiting.jobs, e.events.jobs = nil, nil
+	slices.SortFunc(ended, func(a, b *Job) int { return cmp.Compare(a.order, b.order) })
+	for _, j := range ended {
+		e.abort(now, j)
+	}
+	e.cache.forget()
+	return ended
+}
+
+// Start lets a stopped engine take jobs again. Its speed is what it was: that is the machine's.
+func (e *Engine) Start() { e.stopped = false }
+
+// SetSpeed makes the engine compute so many times as fast as its Timing says, from now on: 0.5 is a replica that is
+// throttled to half its speed, 1 is back to normal. Running jobs keep what they have done and do the rest at the new
+// speed. It panics where the factor is not between 1e-6 and 1e6.
+func (e *Engine) SetSpeed(now time.Duration, factor float64) {
+	if !(factor >= 1e-6 && factor <= 1e6) {
+		panic("replica: a speed must be between 1e-6 and 1e6")
+	}
+	e.Advance(now)
+	slower := e.speed / factor
+	e.speed = factor
+	for _, j := range e.events.jobs {
+		if j.Phase == Prefilling {
+			j.at = now + scale(j.at-now, slower)
+			j.decodeTime = e.decodeTime(j)
+			continue
+		}
+		generated := j.TokensAt(now)
+		left := scale(j.TokenTime(generated+1)-now, slower) // of the token that is being computed
+		j.decodeTime = e.decodeTime(j)
+		j.paceToken, j.paceFrom = generated, now+min(left, j.decodeTime)-j.decodeTime
+		j.at = j.nextDecodeEvent()
+	}
+	heap.Init(&e.events)
+}
+
+// decodeTime returns the time from one token of a job to the next at the present speed.
+func (e *Engine) decodeTime(j *Job) time.Duration {
+	return min(scale(e.timing.DecodeTime, j.SlowFactor/e.speed), aeon/time.Duration(j.OutputTokens))
 }
 
 // Next returns the time at which something happens next; false where nothing does without a Submit.
 func (e *Engine) Next() (time.Duration, bool) {
-	if len(e.events) == 0 {
+	if e.events.Len() == 0 {
 		return 0, false
 	}
-	return e.events[0].at, true
+	return e.events.jobs[0].at, true
 }
 
 // Advance makes everything happen that happens until now, in the order of time.
 func (e *Engine) Advance(now time.Duration) {
-	for len(e.events) > 0 && e.events[0].at <= now {
-		e.step(e.events[0])
+	for e.events.Len() > 0 && e.events.jobs[0].at <= now {
+		e.step(e.events.jobs[0])
 	}
 }
 
@@ -162,11 +246,14 @@ func (j *Job) TokensAt(now time.Duration) int {
 	case j.decodeTime == 0:
 		return j.OutputTokens
 	}
-	return min(j.OutputTokens, 1+int((now-j.FirstToken)/j.decodeTime))
+	return min(j.OutputTokens, j.paceToken+int((now-j.paceFrom)/j.decodeTime))
 }
 
-// TokenTime returns when a decoding job generates its n-th token, counted from 1.
-func (j *Job) TokenTime(n int) time.Duration { return j.FirstToken + time.Duration(n-1)*j.decodeTime }
+// TokenTime returns when a decoding job generates its n-th token, counted from 1. Tokens from before a change of speed
+// count as generated at the new one.
+func (j *Job) TokenTime(n int) time.Duration {
+	return j.paceFrom + time.Duration(n-j.paceToken)*j.decodeTime
+}
 
 // step makes the job's next event happen: the end of prefill, a block of the answer that is full, the end.
 func (e *Engine) step(j *Job) {
@@ -176,6 +263,7 @@ func (e *Engine) step(j *Job) {
 		j.held = e.cache.AcquireFrom(j.Keys[:j.PromptBlocks], j.held)
 		j.full = j.held < j.PromptBlocks
 		j.FirstToken = now
+		j.paceToken, j.paceFrom = 1, now
 		e.setPhase(j, Decoding)
 	}
 	generated := j.TokensAt(now)
@@ -185,7 +273,7 @@ func (e *Engine) step(j *Job) {
 		j.full = j.held == held // vLLM would preempt a request here
 	}
 	if generated < j.OutputTokens {
-		j.at = j.TokenTime(min(j.OutputTokens, j.answerBlockAt()))
+		j.at = j.nextDecodeEvent()
 		heap.Fix(&e.events, j.heapPos)
 	} else {
 		heap.Remove(&e.events, j.heapPos)
@@ -193,6 +281,11 @@ func (e *Engine) step(j *Job) {
 		e.finish(j, now, Done)
 	}
 	e.admit(now)
+}
+
+// nextDecodeEvent returns when the next block of the answer is full, or the answer is.
+func (j *Job) nextDecodeEvent() time.Duration {
+	return j.TokenTime(min(j.OutputTokens, j.answerBlockAt()))
 }
 
 // answerBlockAt returns how many tokens have been generated when the next block of the answer is full: one more than
@@ -209,20 +302,20 @@ func (e *Engine) admit(now time.Duration) {
 	if e.prefill != nil || e.running >= e.timing.MaxRunning || e.waiting.Len() == 0 {
 		return
 	}
-	j := e.waiting.Front().Value.(*Job)
+	j := e.waiting.jobs[0]
 	prompt := j.Keys[:j.PromptBlocks]
 	resident, fits := e.cache.room(prompt)
 	if !fits && e.running > 0 { // alone, it is let in to cache what it can
 		return
 	}
-	e.waiting.Remove(j.queued)
+	heap.Pop(&e.waiting)
 	e.running++
 	e.prefill = j
 	j.held = e.cache.Acquire(prompt[:resident])
 	j.CachedTokens = min(e.cachedTokens(resident, j.PromptTokens), j.PromptTokens)
 	j.Started = now
-	j.decodeTime = min(scale(e.timing.DecodeTime, j.SlowFactor), aeon/time.Duration(j.OutputTokens))
-	j.at = now + scale(e.timing.PrefillTime(j.PromptTokens-j.CachedTokens), j.SlowFactor)
+	j.decodeTime = e.decodeTime(j)
+	j.at = now + scale(e.timing.PrefillTime(j.PromptTokens-j.CachedTokens), j.SlowFactor/e.speed)
 	heap.Push(&e.events, j)
 	e.setPhase(j, Prefilling)
 }
@@ -246,32 +339,33 @@ func (e *Engine) setPhase(j *Job, phase Phase) {
 	}
 }
 
-// eventHeap orders running jobs by the time of their next event.
-type eventHeap []*Job
-
-func (h eventHeap) Len() int { return len(h) }
-
-func (h eventHeap) Less(i, j int) bool {
-	return h[i].at < h[j].at || h[i].at == h[j].at && h[i].order < h[j].order
+// jobHeap is a heap of jobs, each of which knows its place in it.
+type jobHeap struct {
+	jobs   []*Job
+	before func(a, b *Job) bool
 }
 
-func (h eventHeap) Swap(i, j int) {
-	h[i], h[j] = h[j], h[i]
-	h[i].heapPos, h[j].heapPos = i, j
+func (h *jobHeap) Len() int { return len(h.jobs) }
+
+func (h *jobHeap) Less(i, k int) bool { return h.before(h.jobs[i], h.jobs[k]) }
+
+func (h *jobHeap) Swap(i, k int) {
+	h.jobs[i], h.jobs[k] = h.jobs[k], h.jobs[i]
+	h.jobs[i].heapPos, h.jobs[k].heapPos = i, k
 }
 
-func (h *eventHeap) Push(x any) {
+func (h *jobHeap) Push(x any) {
 	j := x.(*Job)
-	j.heapPos = len(*h)
-	*h = append(*h, j)
+	j.heapPos = len(h.jobs)
+	h.jobs = append(h.jobs, j)
 }
 
-func (h *eventHeap) Pop() any {
-	last := len(*h) - 1
-	j := (*h)[last]
-	(*h)[last] = nil
-	*h = (*h)[:last]
+func (h *jobHeap) Pop() any {
+	last := len(h.jobs) - 1
+	j := h.jobs[last]
+	h.jobs[last] = nil
+	h.jobs = h.jobs[:last]
 	return j
 }
 
-var _ heap.Interface = (*eventHeap)(nil)
+var _ heap.Interface = (*jobHeap)(nil)

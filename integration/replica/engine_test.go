@@ -3,6 +3,7 @@ package replica
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -181,7 +182,8 @@ func TestFullCacheMakesRequestsWait(t *testing.T) {
 func TestEngineKeepsItsLimits(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 1))
-		timing := Timing{PrefillRate: 1000, DecodeTime: 10 * time.Millisecond, MaxRunning: 1 + r.IntN(5), MaxQueued: r.IntN(20)}
+		timing := Timing{PrefillRate: 1000, DecodeTime: 10 * time.Millisecond, MaxRunning: 1 + r.IntN(5), MaxQueued: r.IntN(20),
+			Scheduling: []Scheduling{FIFO, ByPriority}[seed%2]}
 		e := testEngine(timing, r.IntN(50))
 		var all []*Job
 		started := 0
@@ -191,9 +193,30 @@ func TestEngineKeepsItsLimits(t *testing.T) {
 			switch {
 			case r.IntN(4) > 0:
 				j := job(uint64(r.IntN(5))*1000, 1+r.IntN(200), 1+r.IntN(40))
+				j.Priority = int64(r.IntN(3))
+				j.Notify = func() {
+					if j.Phase != Prefilling {
+						return
+					}
+					started++
+					for _, other := range all {
+						if other.Phase == Waiting && timing.Scheduling.before()(other, j) {
+							t.Fatalf("seed %d: prefill out of order", seed)
+						}
+					}
+				}
 				if e.Submit(now, j) == nil {
 					all = append(all, j)
 				}
+			case r.IntN(20) == 0:
+				e.SetSpeed(now, []float64{0.1, 0.5, 1, 3}[r.IntN(4)])
+			case r.IntN(20) == 0:
+				e.Advance(now)
+				inFlight := e.Running() + e.Waiting()
+				if got := len(e.Stop(now)); got != inFlight || e.Cache().Len() != 0 {
+					t.Fatalf("seed %d: %d of %d jobs ended, %d blocks left", seed, got, inFlight, e.Cache().Len())
+				}
+				e.Start()
 			case len(all) > 0:
 				e.Abort(now, all[r.IntN(len(all))])
 			default:
@@ -212,19 +235,175 @@ func TestEngineKeepsItsLimits(t *testing.T) {
 		if e.Running()+e.Waiting()+e.Cache().Pinned() != 0 {
 			t.Fatalf("seed %d: something is left over", seed)
 		}
-		last := time.Duration(-1)
 		for _, j := range all {
-			if j.FirstToken > 0 {
-				if j.Started < last {
-					t.Fatalf("seed %d: prefill out of order", seed)
-				}
-				last = j.Started
-				started++
+			if j.Phase == Done && (j.Started < j.Submitted || j.FirstToken < j.Started || j.Finished < j.FirstToken || j.Generated != j.OutputTokens) {
+				t.Fatalf("seed %d: %+v", seed, j)
 			}
 		}
 		if started == 0 {
 			t.Fatalf("seed %d: nothing ran", seed)
 		}
+	}
+}
+
+// A replica of 10 tokens a second that changes its speed: the job has 4 s of prefill and 2 s for each token after the
+// first.
+func TestSetSpeed(t *testing.T) {
+	type change struct {
+		at     time.Duration
+		factor float64
+	}
+	for _, c := range []struct {
+		name                 string
+		slowFactor           float64
+		changes              []change
+		firstToken, finished time.Duration
+	}{
+		{"none", 1, nil, 4 * second, 10 * second},
+		{"to what it was", 1, []change{{1 * second, 1}, {7 * second, 1}}, 4 * second, 10 * second},
+		{"half from the start", 1, []change{{0, .5}}, 8 * second, 20 * second},
+		{"half in prefill", 1, []change{{2 * second, .5}}, 6 * second, 18 * second},
+		{"half in prefill for a while", 1, []change{{2 * second, .5}, {4 * second, 1}}, 5 * second, 11 * second},
+		{"half at the first token", 1, []change{{4 * second, .5}}, 4 * second, 16 * second},
+		{"half in decoding, between tokens", 1, []change{{7 * second, .5}}, 4 * second, 13 * second},
+		{"half in decoding for a while", 1, []change{{7 * second, .5}, {9 * second, 1}}, 4 * second, 11 * second},
+		{"double between tokens", 1, []change{{5 * second, 2}}, 4 * second, 7500 * time.Millisecond},
+		{"a slow job", 2, []change{{4 * second, .5}}, 12 * second, 36 * second},
+		{"a slow job on a fast engine", 2, []change{{4 * second, 2}}, 6 * second, 12 * second},
+		{"after the end", 1, []change{{time.Hour, .5}}, 4 * second, 10 * second},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e := testEngine(Timing{PrefillRate: 10, DecodeTime: 2 * second}, 0)
+			j := job(0, 40, 4)
+			j.SlowFactor = c.slowFactor
+			e.Submit(0, j)
+			tokens := 0
+			for _, change := range c.changes {
+				before := j.TokensAt(change.at)
+				e.SetSpeed(change.at, change.factor)
+				if now := j.TokensAt(change.at); now < max(before, tokens) {
+					t.Errorf("%d tokens, had %d", now, before)
+				}
+				tokens = j.TokensAt(change.at)
+			}
+			drain(e)
+			if j.FirstToken != c.firstToken || j.Finished != c.finished || j.Generated != 4 {
+				t.Errorf("first token %v, finished %v, want %v and %v; %d tokens", j.FirstToken, j.Finished, c.firstToken, c.finished, j.Generated)
+			}
+			next := job(1000, 20, 1)
+			e.Submit(2*time.Hour, next)
+			drain(e)
+			last := 1.0
+			if n := len(c.changes); n > 0 {
+				last = c.changes[n-1].factor
+			}
+			if took, want := next.FirstToken-next.Started, scale(2*second, 1/last); took != want {
+				t.Errorf("the next prefill took %v, want %v", took, want)
+			}
+		})
+	}
+	for _, factor := range []float64{0, -1, math.NaN(), math.Inf(1)} {
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Errorf("a speed of %v passes", factor)
+				}
+			}()
+			testEngine(Timing{}, 0).SetSpeed(0, factor)
+		}()
+	}
+}
+
+// Blocks of the answer become resident at the time of their tokens, also after a change of speed.
+func TestSetSpeedMovesAnswerBlocks(t *testing.T) {
+	e := testEngine(Timing{PrefillRate: 10, DecodeTime: second}, 0)
+	e.Submit(0, job(0, 20, 30)) // token n comes at 1+n s, the 11th fills the third block
+	e.SetSpeed(7*second, .5)    // with the 6th
+	e.Advance(17*second - 1)
+	if got := e.Cache().Len(); got != 2 {
+		t.Errorf("%d blocks before the third is full", got)
+	}
+	e.Advance(17 * second)
+	if got := e.Cache().Len(); got != 3 {
+		t.Errorf("%d blocks when the third is full", got)
+	}
+}
+
+func TestStop(t *testing.T) {
+	for _, scheduling := range []Scheduling{FIFO, ByPriority} {
+		t.Run(string(scheduling), func(t *testing.T) {
+			e := testEngine(Timing{PrefillRate: 10, DecodeTime: second, Scheduling: scheduling}, 20)
+			log := newEventLog(t)
+			e.Cache().Observe(log)
+			done, decoding, prefilling := job(0, 20, 1), job(100, 20, 100), job(200, 20, 1)
+			late, urgent := job(300, 20, 1), job(400, 20, 1)
+			late.Priority, urgent.Priority = 5, -5
+			all := []*Job{done, decoding, prefilling, late, urgent}
+			notified := make(map[*Job]Phase)
+			for i, j := range all {
+				j.Notify = func() { notified[j] = j.Phase }
+				at := time.Duration(0)
+				if i > 2 {
+					at = 4 * second
+				}
+				if err := e.Submit(at, j); err != nil {
+					t.Fatal(err)
+				}
+			}
+			told := len(log.log)
+			ended := e.Stop(5 * second) // done since 2 s, decoding since 4 s
+			if want := all[1:]; !slices.Equal(ended, want) {
+				t.Errorf("%d jobs ended, or in another order", len(ended))
+			}
+			for i, j := range all {
+				want := Aborted
+				if j == done {
+					want = Done
+				}
+				if j.Phase != want || notified[j] != want || j != done && j.Finished != 5*second {
+					t.Errorf("job %d: phase %v, told %v, finished %v", i, j.Phase, notified[j], j.Finished)
+				}
+			}
+			if decoding.Generated != 2 {
+				t.Errorf("%d tokens generated, want 2", decoding.Generated)
+			}
+			if e.Running()+e.Waiting()+e.UsedBlocks()+e.Cache().Len()+e.Cache().Pinned() != 0 {
+				t.Errorf("%d running, %d waiting, %d blocks used, %d resident", e.Running(), e.Waiting(), e.UsedBlocks(), e.Cache().Len())
+			}
+			if len(log.log) != told {
+				t.Errorf("a dead process tells %v", log.log[told:])
+			}
+			if _, ok := e.Next(); ok {
+				t.Error("something happens on a stopped engine")
+			}
+			if err := e.Submit(6*second, job(0, 20, 1)); !errors.Is(err, ErrStopped) {
+				t.Errorf("a stopped engine answers %v", err)
+			}
+			if again := e.Stop(7 * second); len(again) != 0 {
+				t.Errorf("%d jobs ended twice", len(again))
+			}
+			e.Abort(7*second, prefilling) // of no effect
+
+			e.Start()
+			e.Cache().Observe(nil)
+			for _, j := range ended { // they can be sent once more, here or elsewhere
+				if err := e.Submit(10*second, j); err != nil {
+					t.Fatal(err)
+				}
+			}
+			again := job(0, 20, 1)
+			e.Submit(10*second, again)
+			drain(e)
+			if decoding.FirstToken != 12*second || decoding.Generated != 100 || decoding.Phase != Done || decoding.CachedTokens != 0 {
+				t.Errorf("once more: %+v", decoding)
+			}
+			if again.CachedTokens != 0 || again.Phase != Done {
+				t.Errorf("a prompt from before: %d tokens cached, phase %v", again.CachedTokens, again.Phase)
+			}
+			if e.Cache().Lookup(again.Keys) != 2 || e.Cache().Len() > 20 {
+				t.Errorf("%d blocks in the cache", e.Cache().Len())
+			}
+		})
 	}
 }
 

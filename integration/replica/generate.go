@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -39,14 +40,15 @@ type answer interface {
 
 // options are the fields that the APIs have in common, under all their names.
 type options struct {
-	Model               string  `json:"model"`
-	Stream              bool    `json:"stream"`
-	MaxTokens           *int    `json:"max_tokens"`
-	MaxCompletionTokens *int    `json:"max_completion_tokens"`
-	MaxOutputTokens     *int    `json:"max_output_tokens"`
-	N                   *int    `json:"n"`
-	CacheSalt           *string `json:"cache_salt"`
-	ReturnTokenIDs      bool    `json:"return_token_ids"`
+	Model               string          `json:"model"`
+	Stream              bool            `json:"stream"`
+	MaxTokens           *int            `json:"max_tokens"`
+	MaxCompletionTokens *int            `json:"max_completion_tokens"`
+	MaxOutputTokens     *int            `json:"max_output_tokens"`
+	N                   *int            `json:"n"`
+	CacheSalt           *string         `json:"cache_salt"`
+	Priority            json.RawMessage `json:"priority"`
+	ReturnTokenIDs      bool            `json:"return_token_ids"`
 	StreamOptions       struct {
 		IncludeUsage         bool `json:"include_usage"`
 		ContinuousUsageStats bool `json:"continuous_usage_stats"`
@@ -57,6 +59,7 @@ type options struct {
 type params struct {
 	options
 	maxTokens    *int       // whichever of the names the API has
+	priority     int64      // what Priority says, once it has been read
 	prompts      [][]uint32 // a list for text completions only
 	instructions *string    // responses only
 }
@@ -154,6 +157,7 @@ func (s *Server) newCall(p *params, id string, slowFactor float64) *call {
 				PromptBlocks: len(prompt) / s.cfg.BlockSize,
 				PromptTokens: len(prompt),
 				OutputTokens: len(q.answer),
+				Priority:     p.priority,
 				BlockSize:    s.cfg.BlockSize,
 				SlowFactor:   slowFactor,
 				Notify: func() {
@@ -201,10 +205,16 @@ func (s *Server) generate(a api) http.HandlerFunc {
 			p, e = a.parse(body)
 		}
 		if e == nil {
+			e = p.readPriority()
+		}
+		if e == nil {
 			e = s.checkModel(p.Model)
 		}
 		if e == nil {
 			e = p.check(s.cfg.MaxModelLen)
+		}
+		if e == nil && s.cfg.RefusePriority && p.priority != 0 {
+			e = priorityRefused(p.priority)
 		}
 		if e == nil && fault.Kind == StreamError && !p.Stream {
 			e = errBusy

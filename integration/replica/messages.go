@@ -7,7 +7,8 @@ import (
 )
 
 // messagesAPI is Anthropic's messages. A conversation has the same tokens as by chat completions, so the two share the
-// cache.
+// cache. priority is read as in the other bodies, while vLLM 0.32 knows it in these three only and ignores it here
+// (entrypoints/anthropic/protocol.py).
 type messagesAPI struct{ countOnly bool }
 
 func (m messagesAPI) parse(body []byte) (*params, *apiError) {

@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"net/http"
@@ -118,7 +119,7 @@ func (s *Server) writeMetrics(w io.Writer) {
 	}
 
 	head("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.")
-	fmt.Fprintf(w, "process_start_time_seconds %s\n", float(float64(s.born.UnixNano())/1e9))
+	fmt.Fprintf(w, "process_start_time_seconds %s\n", float(float64(s.started.UnixMilli())/1e3))
 	gauge("vllm:num_requests_running", "Number of requests in model execution batches.", float64(e.Running()))
 	gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", float64(e.Waiting()))
 	usage := 0.0
@@ -145,7 +146,7 @@ func (s *Server) writeMetrics(w io.Writer) {
 	histogram("vllm:request_decode_time_seconds", "Histogram of time spent in DECODE phase for request.", &m.decodeTime)
 	head("vllm:cache_config_info", "gauge", "Information of the LLMEngine CacheConfig")
 	blocks, tokens := "None", "None" // vLLM's word for what it does not know; it always knows these
-	if c := s.cfg.CacheBlocks; c > 0 {
+	if c := cmp.Or(s.cfg.ClaimedBlocks, s.cfg.CacheBlocks); c > 0 {
 		blocks, tokens = strconv.Itoa(c), strconv.Itoa(c*s.cfg.BlockSize)
 	}
 	fmt.Fprintf(w, "vllm:cache_config_info{block_size=\"%d\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"0\","+

@@ -20,6 +20,8 @@ type Server struct {
 	routes map[string]map[string]http.HandlerFunc // path, method
 	http   *http.Server
 	born   time.Time
+	// started is born as /metrics tells it, and later than that of every server that this one has replaced.
+	started time.Time
 
 	mu       sync.Mutex
 	engine   *Engine
@@ -66,15 +68,21 @@ type Stats struct {
 	UsedBlocks     int // needed by running sequences
 }
 
+// startTick is the precision of process_start_time_seconds, which Prometheus's client computes from the kernel's clock
+// ticks.
+const startTick = 10 * time.Millisecond
+
 // New returns a server that does not listen yet. A configuration that cannot be meant is reported by Start and Serve.
 func New(cfg Config) *Server {
 	cfg = cfg.withDefaults()
+	now := time.Now()
 	s := &Server{
-		cfg:    cfg,
-		names:  cfg.models(),
-		born:   time.Now(),
-		calls:  make(map[*call]struct{}),
-		closed: make(chan struct{}),
+		cfg:     cfg,
+		names:   cfg.models(),
+		born:    now,
+		started: now.Truncate(startTick),
+		calls:   make(map[*call]struct{}),
+		closed:  make(chan struct{}),
 	}
 	s.changed = sync.NewCond(&s.mu)
 	s.engine = NewEngine(cfg.Timing, NewCache(cfg.CacheBlocks), func(residentBlocks, promptTokens int) int {
@@ -192,10 +200,14 @@ func (s *Server) Close() error {
 	return err
 }
 
-// Restart closes the server and starts another one like it, with an empty cache, on the same address.
+// Restart closes the server and starts another one like it, with an empty cache, on the same address. Only its
+// process_start_time_seconds tells the two apart, so that differs however soon one follows the other.
 func (s *Server) Restart() (*Server, error) {
 	s.Close()
 	next := New(s.cfg)
+	if !next.started.After(s.started) {
+		next.started = s.started.Add(startTick)
+	}
 	return next, next.Start(s.Addr())
 }
 

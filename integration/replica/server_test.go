@@ -9,9 +9,11 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -398,22 +400,80 @@ func TestRequestsAreRemembered(t *testing.T) {
 	}
 }
 
-func TestRestartHasAnEmptyCache(t *testing.T) {
-	s := start(t, Config{})
-	post(t, s, chatPath, chatBodyOf(long, ""))
+// Restarts follow each other within one second, and within one tick of the start time.
+func TestRestartHasAnEmptyCacheAndAnotherStartTime(t *testing.T) {
+	s := start(t, Config{CacheBlocks: 1000})
 	url := s.URL()
-	next, err := s.Restart()
-	if err != nil {
-		t.Fatal(err)
+	last := 0.0
+	for i := range 5 {
+		if s.URL() != url {
+			t.Fatalf("now on %s, was on %s", s.URL(), url)
+		}
+		if st := s.Stats(); st.ResidentBlocks != 0 {
+			t.Errorf("restart %d: %d blocks in the cache", i, st.ResidentBlocks)
+		}
+		started := startTime(t, s)
+		if !(started > last) {
+			t.Errorf("restart %d: started at %v, the one before at %v", i, started, last)
+		}
+		if i == 0 && math.Abs(started-float64(time.Now().Unix())) > 60 {
+			t.Errorf("started at %v", started)
+		}
+		last = started
+		_, body := post(t, s, chatPath, chatBodyOf(long, ""))
+		if got := at(t, body, "usage", "prompt_tokens_details", "cached_tokens"); got != 0.0 {
+			t.Errorf("restart %d: %v tokens cached", i, got)
+		}
+		next, err := s.Restart()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { next.Close() })
+		http.DefaultClient.CloseIdleConnections() // they lead to the old one
+		s = next
 	}
-	t.Cleanup(func() { next.Close() })
-	if next.URL() != url {
-		t.Errorf("now on %s, was on %s", next.URL(), url)
+}
+
+// startTime is process_start_time_seconds as a router reads it.
+func startTime(t *testing.T, s *Server) float64 {
+	t.Helper()
+	_, metrics := get(t, s, "/metrics")
+	for line := range strings.Lines(metrics) {
+		if value, ok := strings.CutPrefix(line, "process_start_time_seconds "); ok {
+			f, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return f
+		}
 	}
-	http.DefaultClient.CloseIdleConnections() // they lead to the old one
-	_, body := post(t, next, chatPath, chatBodyOf(long, ""))
-	if got := at(t, body, "usage", "prompt_tokens_details", "cached_tokens"); got != 0.0 {
-		t.Errorf("%v tokens cached after a restart", got)
+	t.Fatalf("no start time in\n%s", metrics)
+	return 0
+}
+
+func TestClaimedBlocks(t *testing.T) {
+	for _, c := range []struct {
+		blocks, claimed int
+		want            string
+	}{
+		{100, 0, `kv_cache_size_tokens="1600",num_gpu_blocks="100"`},
+		{100, 400, `kv_cache_size_tokens="6400",num_gpu_blocks="400"`},
+		{100, 25, `kv_cache_size_tokens="400",num_gpu_blocks="25"`},
+		{0, 0, `kv_cache_size_tokens="None",num_gpu_blocks="None"`},
+		{0, 400, `kv_cache_size_tokens="6400",num_gpu_blocks="400"`},
+	} {
+		s := start(t, Config{CacheBlocks: c.blocks, ClaimedBlocks: c.claimed})
+		if _, metrics := get(t, s, "/metrics"); !strings.Contains(metrics, c.want) {
+			t.Errorf("%d blocks, %d claimed: no %s in\n%s", c.blocks, c.claimed, c.want, metrics)
+		}
+	}
+	// The cache itself is of its real size.
+	s := start(t, Config{CacheBlocks: 20, ClaimedBlocks: 1000})
+	for i := range 10 {
+		post(t, s, chatPath, chatBodyOf(fmt.Sprintf("%d %s", i, strings.Repeat("x ", 100)), ""))
+	}
+	if st := s.Stats(); st.ResidentBlocks == 0 || st.ResidentBlocks > 20 {
+		t.Errorf("%d blocks in a cache of 20", st.ResidentBlocks)
 	}
 }
 
@@ -535,10 +595,14 @@ func TestRunWithFlags(t *testing.T) {
 	cfg := RegisterFlags(fs)
 	if err := fs.Parse([]string{"--listen", "127.0.0.1:0", "--model", "a,b", "--cache-blocks", "100", "--block-size", "8",
 		"--prefill-rate", "100", "--decode-ms", "1.5", "--max-running", "3", "--max-queued", "5", "--time-scale", "100",
-		"--fault", `{"kind":"die","after":2,"count":1}`, "--api-key", "k", "--keep-alive", "1s", "--seed", "9"}); err != nil {
+		"--fault", `{"kind":"die","after":2,"count":1}`, "--api-key", "k", "--keep-alive", "1s", "--seed", "9",
+		"--scheduling", "priority", "--claimed-blocks", "200", "--refuse-priority=false"}); err != nil {
 		t.Fatal(err)
 	}
 	want := Fault{Kind: Die, After: 2, Count: 1}
+	if cfg.Scheduling != ByPriority || cfg.ClaimedBlocks != 200 || cfg.RefusePriority {
+		t.Errorf("%+v", cfg)
+	}
 	if cfg.DecodeTime != 1500*time.Microsecond || cfg.Fault != want || cfg.MaxQueued != 5 || cfg.CacheBlocks != 100 || cfg.KeepAlive != time.Second {
 		t.Errorf("%+v", cfg)
 	}
@@ -567,6 +631,9 @@ func TestNonsenseIsNotStarted(t *testing.T) {
 		{Config{Timing: Timing{PrefillRate: -1}}, "prefill rate -1"},
 		{Config{Timing: Timing{DecodeTime: -1}}, "decode time -1ns"},
 		{Config{CacheBlocks: -5}, "cache blocks -5"},
+		{Config{ClaimedBlocks: -1}, "claimed blocks -1"},
+		{Config{Timing: Timing{Scheduling: "lifo"}}, `scheduling "lifo"`},
+		{Config{RefusePriority: true, Timing: Timing{Scheduling: ByPriority}}, "refuse priority"},
 		{Config{TimeScale: -2}, "time scale -2"},
 		{Config{Fault: Fault{Kind: "sulk"}}, `fault kind "sulk"`},
 	} {

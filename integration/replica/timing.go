@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Timing says how fast a replica is and how much it takes on. Zero fields mean the defaults; [Timing.WithDefaults]
-// fills them in.
+// Timing says how fast a replica is, how much it takes on and in which order. Zero fields mean the defaults;
+// [Timing.WithDefaults] fills them in.
 type Timing struct {
 	// PrefillRate is the prefill speed in tokens that are not cached per second. Default 7000.
 	PrefillRate float64
@@ -19,6 +19,9 @@ type Timing struct {
 	// MaxQueued is vLLM's --max-num-queued-reqs: the most requests in flight, the running ones *included*; one more
 	// is rejected. 0 is unlimited, vLLM's default.
 	MaxQueued int
+	// Scheduling is the order in which waiting requests are taken (vLLM's --scheduling-policy). Default FIFO, vLLM's
+	// too, which calls it fcfs.
+	Scheduling Scheduling
 }
 
 // WithDefaults returns t with the defaults for its zero fields.
@@ -26,6 +29,7 @@ func (t Timing) WithDefaults() Timing {
 	setDefault(&t.PrefillRate, 7000)
 	setDefault(&t.DecodeTime, 30*time.Millisecond)
 	setDefault(&t.MaxRunning, 256)
+	setDefault(&t.Scheduling, FIFO)
 	return t
 }
 
@@ -40,6 +44,8 @@ func (t Timing) Validate() error {
 		return fmt.Errorf("max running %d: must not be negative", t.MaxRunning)
 	case t.MaxQueued < 0:
 		return fmt.Errorf("max queued %d: must not be negative", t.MaxQueued)
+	case t.Scheduling != "" && t.Scheduling != FIFO && t.Scheduling != ByPriority:
+		return fmt.Errorf("scheduling %q: must be %s or %s", t.Scheduling, FIFO, ByPriority)
 	}
 	return nil
 }

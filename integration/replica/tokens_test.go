@@ -131,12 +131,14 @@ func TestAPIsShareTheirPrompts(t *testing.T) {
 func FuzzParse(f *testing.F) {
 	f.Add(`{"messages":[{"role":"user","content":[{"type":"tool_result","content":[1]}]}],"max_tokens":1}`)
 	f.Add(`{"input":[{"type":"x"},null,1],"prompt":[[1,2],[3]],"tools":[{}]}`)
+	f.Add(`{"input":"x","prompt":"x","messages":[],"max_tokens":1,"priority":"-1"}`)
 	f.Add(`{"messages":[null],"system":[{}],"prompt":["a",1]}`)
 	f.Fuzz(func(t *testing.T, body string) {
 		for _, a := range []api{chatAPI{}, completionsAPI{}, messagesAPI{}, responsesAPI{}} {
 			if p, e := a.parse([]byte(body)); (p == nil) == (e == nil) {
 				t.Errorf("%T: %v, %v", a, p, e)
 			} else if p != nil {
+				p.readPriority()
 				p.check(1000)
 			}
 		}
