@@ -29,6 +29,8 @@ func FuzzParse(f *testing.F) {
 		}
 	}
 	for _, s := range []string{
+		`{"n":2,"priority":-7,"best_of":"3","pr\u0069ority":[{"priority":1}],"messages":[]}`,
+		" { } ",
 		`{"model":"a","messages":[{"role":"user","content":[{"type":"tool_result","content":[{"type":"image"}]},{"text":"\ud83d\ude00","type":"text"}]}],"model":null}`,
 		`{"input":[{"type":"function_call","name":"f","arguments":"{}"},{"type":"x"},{"summary":["a"],"type":"reasoning"}],"instructions":["b"],"tools":[{}]}`,
 		`{"prompt":[[1234567,89],[3]],"cache_salt":"s"}`,
@@ -47,7 +49,8 @@ func FuzzParse(f *testing.F) {
 		if !bytes.Equal(before, body) {
 			t.Fatal("the body has changed")
 		}
-		if !bytes.Equal(got.Text, again.Text) || got.Why != again.Why || got.Model != again.Model || !slices.Equal(got.ModelSpans, again.ModelSpans) || !slices.Equal(got.TokenIDs, again.TokenIDs) || got.Lead != again.Lead {
+		if !bytes.Equal(got.Text, again.Text) || got.Why != again.Why || got.Model != again.Model || !slices.Equal(got.ModelSpans, again.ModelSpans) || !slices.Equal(got.TokenIDs, again.TokenIDs) || got.Lead != again.Lead ||
+			got.N != again.N || got.Priority != again.Priority || got.HasPriority != again.HasPriority || !slices.Equal(got.PrioritySpans, again.PrioritySpans) || got.Object != again.Object || got.Members != again.Members {
 			t.Fatalf("reused parser: %+v, fresh one: %+v", again, got)
 		}
 
@@ -61,12 +64,17 @@ func FuzzParse(f *testing.F) {
 			t.Fatalf("%d bytes rendered of %d", len(fresh.text), len(body))
 		}
 
-		at := 0
-		for _, s := range got.ModelSpans {
-			if s.Start < at || s.End <= s.Start || s.End > len(body) {
-				t.Fatalf("spans %d of %d", got.ModelSpans, len(body))
+		for _, spans := range [][]Span{got.ModelSpans, got.PrioritySpans} {
+			at := got.Object
+			for _, s := range spans {
+				if s.Start < at || s.End <= s.Start || s.End > len(body) {
+					t.Fatalf("spans %d of %d", spans, len(body))
+				}
+				at = s.End
 			}
-			at = s.End
+		}
+		if got.N < 1 || !got.HasPriority && got.Priority != 0 {
+			t.Fatalf("n %d, priority %d", got.N, got.Priority)
 		}
 
 		plain := bytes.TrimPrefix(body, []byte("\uFEFF"))
@@ -80,6 +88,25 @@ func FuzzParse(f *testing.F) {
 		var top map[string]json.RawMessage
 		if json.Unmarshal(plain, &top) != nil {
 			return
+		}
+		if got.Members != (len(top) > 0) || (got.Object > 0) != (top != nil) {
+			t.Fatalf("an object that begins at %d, with members: %v", got.Object, got.Members)
+		}
+		if top != nil && len(got.PrioritySpans) <= MaxModelSpans {
+			priority, err := strconv.ParseInt(string(top["priority"]), 10, 64)
+			if (err == nil) != got.HasPriority || err == nil && priority != got.Priority {
+				t.Fatalf("priority %s, but %d", top["priority"], got.Priority)
+			}
+			stamped := stamp(body, got, -5)
+			if b := new(Parser).Parse(API(api%6), stamped); !b.HasPriority || b.Priority != -5 || b.Why != got.Why || !bytes.Equal(b.Text, got.Text) || b.Model != got.Model {
+				t.Fatalf("stamped %s: %+v", stamped, b)
+			}
+			if !json.Valid(bytes.TrimPrefix(stamped, []byte("\uFEFF"))) {
+				t.Fatalf("stamped %s", stamped)
+			}
+			if n, err := strconv.Atoi(string(top["n"])); err == nil && n < 1<<31 && got.N < n {
+				t.Fatalf("n %s, but %d", top["n"], got.N)
+			}
 		}
 		var model string
 		raw, has := top["model"]

@@ -1,9 +1,14 @@
 package prompt
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
+	"math"
+	"math/rand/v2"
+	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -247,10 +252,142 @@ func TestMemory(t *testing.T) {
 func TestSteadyStateDoesNotAllocate(t *testing.T) {
 	for _, kind := range []string{"prose", "escaped", "parts", "system", "tools", "tokens", "image"} {
 		api, body := benchBody(kind, 8<<10)
+		body = append([]byte(`{"n":1,"priority":7,"best_of":"1",`), body[1:]...)
 		var p Parser
 		p.Parse(api, body)
 		if n := testing.AllocsPerRun(20, func() { p.Parse(api, body); p.Reset() }); n != 0 {
 			t.Errorf("%s: %v allocations", kind, n)
+		}
+	}
+}
+
+func TestN(t *testing.T) {
+	for body, want := range map[string]int{
+		`{}`: 1, `[]`: 1, `{"n":3}`: 3, `{"n" : 3 }`: 3, `{"n":1}`: 1, `{"n":0}`: 1, `{"n":-3}`: 1, `{"n":null}`: 1, `{"n":true}`: 1, `{"n":[3]}`: 1,
+		`{"n":{"n":3}}`: 1, `{"x":{"n":3}}`: 1, `{"n":"many"}`: 1, `{"n":""}`: 1, `{"n":NaN}`: 1, `{"N":3}`: 1,
+		`{"n":"3"}`: 3, `{"n":" 3 "}`: 3, `{"n":3.0}`: 3, `{"n":2.5}`: 3, `{"n":3e0}`: 3, `{"\u006e":3}`: 3, `{"n":"\u0033"}`: 3,
+		`{"n":9223372036854775808}`: math.MaxInt32, `{"n":1e999}`: math.MaxInt32, `{"n":Infinity}`: math.MaxInt32, `{"n":-1e999}`: 1,
+		`{"n":3,"n":2}`: 2, `{"n":3,"n":null}`: 1, `{"best_of":4}`: 4, `{"n":2,"best_of":4}`: 4, `{"best_of":2,"n":4}`: 4, `{"best_of":4,"best_of":1}`: 1,
+		`{"n":3`: 3, `{"n":`: 1, `{"n":"3`: 1,
+	} {
+		for _, api := range []API{Chat, Completions, Messages, Responses, Other, NoAPI} {
+			if got := parse(t, api, body).N; got != want {
+				t.Errorf("%s: %d, want %d", body, got, want)
+			}
+		}
+	}
+}
+
+func TestPriority(t *testing.T) {
+	for _, c := range []struct {
+		body  string
+		want  int64
+		has   bool
+		spans []string
+	}{
+		{`{"x":1}`, 0, false, nil},
+		{`{"priority":7}`, 7, true, []string{`7`}},
+		{` { "priority" : -7 } `, -7, true, []string{`-7`}},
+		{`{"priority":0}`, 0, true, []string{`0`}},
+		{`{"pr\u0069ority":7}`, 7, true, []string{`7`}},
+		{`{"Priority":7}`, 0, false, nil},
+		{`{"x":{"priority":7},"y":["priority"]}`, 0, false, nil},
+		{`{"priority":-9223372036854775808}`, math.MinInt64, true, []string{`-9223372036854775808`}},
+		{`{"priority":9223372036854775808}`, 0, false, []string{`9223372036854775808`}},
+		{`{"priority":7.0}`, 0, false, []string{`7.0`}},
+		{`{"priority":"7"}`, 0, false, []string{`"7"`}},
+		{`{"priority":null}`, 0, false, []string{`null`}},
+		{`{"priority":-Infinity}`, 0, false, []string{`-Infinity`}},
+		{`{"priority":{"priority":[7]},"priority":8}`, 8, true, []string{`{"priority":[7]}`, `8`}},
+		{`{"priority":8,"x":0,"priority":"high"}`, 0, false, []string{`8`, `"high"`}},
+		{`{"priority":7,"x":],"priority":8}`, 7, true, []string{`7`}},
+		{`{"priority":`, 0, false, nil},
+		{`{"priority":-`, 0, false, nil},
+	} {
+		for _, api := range []API{Chat, Completions, Messages, Responses, Other, NoAPI} {
+			b := parse(t, api, c.body)
+			var spans []string
+			for _, s := range b.PrioritySpans {
+				spans = append(spans, c.body[s.Start:s.End])
+			}
+			if b.Priority != c.want || b.HasPriority != c.has || !slices.Equal(spans, c.spans) {
+				t.Errorf("%s: %d, %v, %q", c.body, b.Priority, b.HasPriority, spans)
+			}
+		}
+	}
+}
+
+func TestObject(t *testing.T) {
+	for body, want := range map[string]struct {
+		object  int
+		members bool
+	}{
+		`{}`: {1, false}, " \n{ }": {3, false}, "\uFEFF{}": {4, false}, `{"a":1}`: {1, true}, ` { "a":1}`: {2, true}, `{`: {1, false},
+		`[{}]`: {0, false}, `"{"`: {0, false}, ``: {0, false},
+	} {
+		if b := parse(t, Chat, body); b.Object != want.object || b.Members != want.members {
+			t.Errorf("%s: %d, %v", body, b.Object, b.Members)
+		}
+	}
+}
+
+// stamp gives a body of which b has been told another priority.
+func stamp(body []byte, b *Body, priority int64) []byte {
+	var out []byte
+	at := 0
+	for _, s := range b.PrioritySpans {
+		out = strconv.AppendInt(append(out, body[at:s.Start]...), priority, 10)
+		at = s.End
+	}
+	if len(b.PrioritySpans) == 0 {
+		out = strconv.AppendInt(append(append(out, body[:b.Object]...), `"priority":`...), priority, 10)
+		if b.Members {
+			out = append(out, ',')
+		}
+		at = b.Object
+	}
+	return append(out, body[at:]...)
+}
+
+func TestStampingAPriority(t *testing.T) {
+	r := rand.New(rand.NewPCG(7, 8))
+	var p Parser
+	for range 3000 {
+		api, request, _ := randomRequest(r)
+		switch r.IntN(4) {
+		case 0:
+			request["priority"] = []any{7, -7, 0.5, "7", nil, []any{7}, map[string]any{"priority": 7}}[r.IntN(7)]
+		case 1:
+			request = map[string]any{}
+		}
+		body := spelled(r, request)
+		if at := bytes.LastIndexByte(body, '}'); r.IntN(4) == 0 && len(request) > 0 {
+			body = fmt.Appendf(nil, `%s,"pr\u0069ority" :%d%s`, body[:at], r.IntN(9), body[at:])
+		}
+		got := stamp(body, p.Parse(api, body), 42)
+		var was, is map[string]any
+		if err := json.Unmarshal(body, &was); err != nil {
+			t.Fatalf("%s: %v", body, err)
+		}
+		if err := json.Unmarshal(got, &is); err != nil {
+			t.Fatalf("%s: %v", got, err)
+		}
+		was["priority"] = 42.0
+		if !reflect.DeepEqual(was, is) {
+			t.Fatalf("%s\nbecame\n%s", body, got)
+		}
+		if b := p.Parse(api, got); b.Priority != 42 || !b.HasPriority {
+			t.Fatalf("%s: priority %d", got, b.Priority)
+		}
+	}
+}
+
+func TestAPriorityThatIsGivenTooOften(t *testing.T) {
+	for n, want := range map[int]Why{MaxModelSpans: HasPrompt, MaxModelSpans + 1: Unparsable, 100_000: Unparsable} {
+		body := `{` + strings.Repeat(`"priority":1,`, n) + `"messages":[{"role":"user","content":"hello"}],"model":"m"}`
+		got := new(Parser).Parse(Chat, []byte(body))
+		if got.Why != want || len(got.PrioritySpans) > MaxModelSpans+1 {
+			t.Errorf("%d times: %v with %d spans, want %v", n, got.Why, len(got.PrioritySpans), want)
 		}
 	}
 }

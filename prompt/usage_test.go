@@ -403,7 +403,7 @@ func TestTailAllocatesLittle(t *testing.T) {
 	}); n != 0 {
 		t.Errorf("%v allocations for writing", n)
 	}
-	if n := testing.AllocsPerRun(100, func() { tail.Usage(Responses) }); n > 2 {
+	if n := testing.AllocsPerRun(100, func() { tail.Usage(Responses) }); n > 3 {
 		t.Errorf("%v allocations for reading", n)
 	}
 }
