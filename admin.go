@@ -60,7 +60,7 @@ func records() []record {
 	return all
 }
 
-// serveState answers GET /rolter/state with the requests in flight by address and the records by route.
+// serveState answers GET /rolter/state with the requests in flight by address, what the metrics of engines told, and the records by route.
 func (adminAPI) serveState(w http.ResponseWriter, r *http.Request) error {
 	if r.Method != http.MethodGet {
 		return caddy.APIError{HTTPStatus: http.StatusMethodNotAllowed, Err: errors.New("method not allowed")}
@@ -68,13 +68,15 @@ func (adminAPI) serveState(w http.ResponseWriter, r *http.Request) error {
 	type inFlight struct {
 		Address  string `json:"address"`
 		InFlight int    `json:"requests_in_flight"`
+		Others   int    `json:"requests_of_others,omitempty"`
+		Capacity int64  `json:"capacity_tokens,omitempty"`
 	}
 	answer := struct {
 		Loads   []inFlight `json:"loads"`
 		Records []record   `json:"records"`
 	}{Loads: []inFlight{}, Records: records()}
 	for _, load := range loads.Snapshot() {
-		answer.Loads = append(answer.Loads, inFlight{load.Address, load.InFlight})
+		answer.Loads = append(answer.Loads, inFlight{load.Address, load.InFlight, load.Others, engines.capacity(load.Address)})
 	}
 	w.Header().Set("Content-Type", "application/json")
 	return json.NewEncoder(w).Encode(answer)

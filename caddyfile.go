@@ -35,6 +35,7 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	    provider <name> <api_base> {
 //	        kind      openai_compatible
 //	        api_key   <key>
+//	        metrics   auto|off
 //	        engine_priority on|off|trust_client
 //	        kv_events <endpoint> {
 //	            topic <prefix>
@@ -60,6 +61,7 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	        session_header  <name>
 //	        session_ttl     <duration>
 //	        max_sessions    <number>
+//	        max_tokens      auto|<number>
 //	        max_nodes       <number>
 //	        max_bytes       <size>
 //	        reverse_proxy {
@@ -131,6 +133,8 @@ func (h *Handler) parseProvider(d *caddyfile.Dispenser) error {
 			p.Kind, err = arg(d)
 		case "api_key":
 			p.APIKey, err = arg(d)
+		case "metrics":
+			p.Metrics, err = arg(d)
 		case "engine_priority":
 			p.EnginePriority, err = arg(d)
 		case "kv_events":
@@ -310,6 +314,8 @@ func (t *Tuning) parse(d *caddyfile.Dispenser, key string) (known bool, err erro
 		t.SessionTTL = &ttl
 	case "max_sessions":
 		t.MaxSessions, err = integerArg(d)
+	case "max_tokens":
+		t.MaxTokens, err = parsed(d, "number of tokens (or auto)", parseMaxTokens)
 	case "max_nodes":
 		t.MaxNodes, err = integerArg(d)
 	case "max_bytes":

@@ -51,10 +51,20 @@ type Provider struct {
 
 	priority atomic.Int32 // what is known of whether the engine takes it
 
+	// Whether the engine's `/metrics` are read, every 5 seconds: `auto` or `off`. They tell how much its cache has room for (see the route's
+	// `max_tokens`), how busy others keep it, and when it has restarted. The engine's certificate must be one that the system trusts. Default: `off`.
+	Metrics string `json:"metrics,omitempty"`
+
 	dial   string // address to dial
 	scheme string
 	path   string // prefix of the request path, without a slash at the end
 }
+
+// Values of a provider's metrics.
+const (
+	metricsAuto = "auto"
+	metricsOff  = "off"
+)
 
 // KVEvents is where an engine publishes what its KV cache holds.
 //
@@ -143,11 +153,39 @@ type Tuning struct {
 	// For `pipeline`: how many sessions are remembered. Default: `100000`.
 	MaxSessions int `json:"max_sessions,omitempty"`
 
+	// How many tokens of prompts may be recorded for each replica, so that the record forgets what the replica's cache has lost: a number, or `auto`, which is
+	// what the replica's metrics tell its cache has room for, where they are read (see the provider's `metrics`). Default: `auto`.
+	MaxTokens MaxTokens `json:"max_tokens,omitempty"`
+
 	// The most tree nodes that the record of prompts may have for each replica. Default: `1000000`.
 	MaxNodes int `json:"max_nodes,omitempty"`
 
 	// The most memory, in bytes, that the record of prompts may take for all replicas. Default: 256 MiB.
 	MaxBytes int64 `json:"max_bytes,omitempty"`
+}
+
+// MaxTokens is a number of tokens above 0, or 0, which is written `auto`.
+type MaxTokens int64
+
+// UnmarshalJSON implements [json.Unmarshaler].
+func (m *MaxTokens) UnmarshalJSON(data []byte) (err error) {
+	text := string(data)
+	if text == `"auto"` {
+		text = "auto"
+	}
+	*m, err = parseMaxTokens(text)
+	return err
+}
+
+func parseMaxTokens(s string) (MaxTokens, error) {
+	if s == "auto" {
+		return 0, nil
+	}
+	n, err := strconv.ParseInt(s, 10, 64)
+	if err != nil || n <= 0 {
+		return 0, fmt.Errorf("max_tokens %s: must be \"auto\" or a whole number above 0", s)
+	}
+	return MaxTokens(n), nil
 }
 
 // ScoreWeights says how much each score of the `pipeline` counts, 0 or more. Every score is from 0 to 1.
@@ -346,6 +384,9 @@ func (p *Provider) provision(policy egress.Policy) error {
 	case "", priorityOff, priorityOn, priorityTrustClient:
 	default:
 		return fmt.Errorf("engine_priority %q: must be off, on or trust_client", p.EnginePriority)
+	}
+	if p.Metrics != "" && p.Metrics != metricsAuto && p.Metrics != metricsOff {
+		return fmt.Errorf("metrics %q: must be %q or %q", p.Metrics, metricsAuto, metricsOff)
 	}
 	repl := caddy.NewReplacer()
 	p.APIKey = repl.ReplaceKnown(p.APIKey, "")

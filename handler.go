@@ -68,7 +68,8 @@ func (Handler) CaddyModule() caddy.ModuleInfo {
 // Provision checks the configuration and prepares the routes. It contacts nobody.
 func (h *Handler) Provision(ctx caddy.Context) error {
 	h.logger = ctx.Logger()
-	if _, err := ctx.App("rolter"); err != nil {
+	app, err := ctx.App("rolter")
+	if err != nil {
 		return err
 	}
 	if err := registerMetrics(ctx); err != nil {
@@ -98,6 +99,10 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		seen[p.Name] = true
 		if err := p.provision(policy); err != nil {
 			return fmt.Errorf("provider %q: %w", p.Name, err)
+		}
+		if p.Metrics == metricsAuto {
+			app := app.(*App)
+			app.sources = append(app.sources, newSource(p, policy, h.logger))
 		}
 		if p.KVEvents != nil || p.LMCache != nil {
 			h.logger.Warn("kv_events and lmcache are checked but not used in this version", zap.String("provider", p.Name))

@@ -29,6 +29,10 @@ var (
 		Namespace: "caddy", Subsystem: "rolter", Name: "rejected_total",
 		Help: "Requests that were answered with an error by Rolter itself, by status.",
 	}, []string{"status"})
+	scrapeFailuresTotal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Namespace: "caddy", Subsystem: "rolter", Name: "scrape_failures_total",
+		Help: "Failed attempts to read the metrics of an engine.",
+	}, []string{"address"})
 	panicsTotal = prometheus.NewCounter(prometheus.CounterOpts{
 		Namespace: "caddy", Subsystem: "rolter", Name: "strategy_panics_total",
 		Help: "Decisions that were made by load because the strategy failed.",
@@ -63,10 +67,12 @@ func (c *decisionCounters) count(reason selection.Reason, attempt int) {
 }
 
 // stateCollector reads the shared state when it is scraped.
-type stateCollector struct{ inFlight, prompts, bytes *prometheus.Desc }
+type stateCollector struct{ inFlight, others, capacity, prompts, bytes *prometheus.Desc }
 
 var state = stateCollector{
 	inFlight: prometheus.NewDesc("caddy_rolter_requests_in_flight", "Requests in flight at a replica, as reserved by Rolter.", []string{"address"}, nil),
+	others:   prometheus.NewDesc("caddy_rolter_requests_of_others", "Requests at a replica that did not come through this gateway, as its metrics tell.", []string{"address"}, nil),
+	capacity: prometheus.NewDesc("caddy_rolter_cache_capacity_tokens", "Tokens that a replica's cache has room for, as its metrics tell.", []string{"address"}, nil),
 	prompts:  prometheus.NewDesc("caddy_rolter_recorded_prompts", "Prompts that are recorded for a replica.", []string{"model", "address", "upstream_model"}, nil),
 	bytes:    prometheus.NewDesc("caddy_rolter_recorded_bytes", "Memory of the record of prompts of a route (bounded by max_bytes).", []string{"model"}, nil),
 }
@@ -74,6 +80,8 @@ var state = stateCollector{
 // Describe implements [prometheus.Collector].
 func (c stateCollector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- c.inFlight
+	ch <- c.others
+	ch <- c.capacity
 	ch <- c.prompts
 	ch <- c.bytes
 }
@@ -82,6 +90,10 @@ func (c stateCollector) Describe(ch chan<- *prometheus.Desc) {
 func (c stateCollector) Collect(ch chan<- prometheus.Metric) {
 	for _, load := range loads.Snapshot() {
 		ch <- prometheus.MustNewConstMetric(c.inFlight, prometheus.GaugeValue, float64(load.InFlight), load.Address)
+		if capacity := engines.capacity(load.Address); capacity > 0 {
+			ch <- prometheus.MustNewConstMetric(c.others, prometheus.GaugeValue, float64(load.Others), load.Address)
+			ch <- prometheus.MustNewConstMetric(c.capacity, prometheus.GaugeValue, float64(capacity), load.Address)
+		}
 	}
 	for _, rec := range records() {
 		ch <- prometheus.MustNewConstMetric(c.bytes, prometheus.GaugeValue, float64(rec.Bytes), rec.Model)
@@ -94,7 +106,7 @@ func (c stateCollector) Collect(ch chan<- prometheus.Metric) {
 // registerMetrics registers the collectors with the registry of the configuration.
 func registerMetrics(ctx caddy.Context) error {
 	registry := ctx.GetMetricsRegistry()
-	for _, c := range []prometheus.Collector{decisionsTotal, retriesTotal, noPromptTotal, rejectedTotal, panicsTotal, state} {
+	for _, c := range []prometheus.Collector{decisionsTotal, retriesTotal, noPromptTotal, rejectedTotal, scrapeFailuresTotal, panicsTotal, state} {
 		if err := registry.Register(c); err != nil && !errors.As(err, &prometheus.AlreadyRegisteredError{}) {
 			return err
 		}

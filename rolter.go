@@ -20,9 +20,11 @@ func init() {
 	httpcaddyfile.RegisterDirectiveOrder("rolter", httpcaddyfile.Before, "reverse_proxy")
 }
 
-// App is where background work starts and stops with the configuration. It has no configuration of its own, and no work yet; handlers and policies
-// bring it into being.
-type App struct{}
+// App is where background work starts and stops with the configuration. It has no configuration of its own: handlers and policies bring it into being
+// and tell it, when they are provisioned, what there is to do.
+type App struct {
+	sources []*source // of metrics
+}
 
 // CaddyModule returns the Caddy module information.
 func (App) CaddyModule() caddy.ModuleInfo {
@@ -30,9 +32,15 @@ func (App) CaddyModule() caddy.ModuleInfo {
 }
 
 // Start implements [caddy.App].
-func (App) Start() error { return nil }
+func (a *App) Start() error {
+	engines.start(a.sources)
+	return nil
+}
 
 // Stop implements [caddy.App].
-func (App) Stop() error { return nil }
+func (a *App) Stop() error {
+	engines.stop(a.sources)
+	return nil
+}
 
 var _ caddy.App = (*App)(nil)

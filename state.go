@@ -34,6 +34,8 @@ type prefixPool struct {
 	tree     *trie.Tree // only inside Prefixes.Do
 	sessions *selection.Sessions
 
+	maxTokens atomic.Int64 // that may be recorded for a replica; 0 is as many as its engine has room for
+
 	mu     sync.Mutex
 	groups []*group // those that are open, the latest last
 }
@@ -49,7 +51,9 @@ func (p *prefixPool) bytes() (n int64) {
 
 func newPrefixPool() *prefixPool {
 	tree := trie.New()
-	return &prefixPool{Prefixes: selection.NewPrefixes(tree), tree: tree, sessions: selection.NewSessions(nil)}
+	p := &prefixPool{Prefixes: selection.NewPrefixes(tree), tree: tree, sessions: selection.NewSessions(nil)}
+	p.Capacity = func(key string) int64 { return cmp.Or(p.maxTokens.Load(), engines.capacity(addressOf(key))) }
+	return p
 }
 
 // group is the replicas of one route or policy, in one configuration: what it took of the shared state.
@@ -108,6 +112,12 @@ const (
 	keepMembers  = 3072
 	memberExpiry = time.Hour // as long as Caddy remembers a dynamic upstream
 )
+
+// addressOf is the address in the key of a member.
+func addressOf(key string) string {
+	address, _, _ := strings.Cut(key, "\x00")
+	return address
+}
 
 // get returns the member with this identity, which joins the shared state when it is new. After close it returns members that
 // count load and record nothing: requests outlive their configuration.
@@ -255,6 +265,8 @@ func (g *group) limit(t *Tuning) {
 	g.prefixes.Do(func(selection.PrefixIndex) {
 		g.prefixes.tree.SetLimits(trie.Limits{MaxNodes: t.MaxNodes, MaxBytes: t.MaxBytes})
 	})
+	g.prefixes.maxTokens.Store(int64(t.MaxTokens))
+	g.prefixes.Resize()
 	sessions := t.MaxSessions
 	if sessions == 0 {
 		sessions = selection.DefaultSessions

@@ -44,20 +44,24 @@ var nat64 = netip.MustParsePrefix("64:ff9b::/96")
 // CheckHost vets the host of an endpoint: a literal address, in every spelling that a resolver would take, is vetted at once; a name is
 // not resolved and passes.
 func (p Policy) CheckHost(host string) error {
-	name := normalHost(host)
-	for _, allowed := range p.AllowHosts {
-		if normalHost(allowed) == name {
-			return nil
-		}
-	}
 	addr, ok := ParseAddr(host)
-	if !ok {
-		return nil
-	}
-	if slices.ContainsFunc(p.AllowHosts, func(allowed string) bool { a, ok := ParseAddr(allowed); return ok && a == addr }) {
+	if !ok || p.exempts(host) {
 		return nil
 	}
 	return p.CheckAddr(addr)
+}
+
+// exempts says whether the host is among AllowHosts.
+func (p Policy) exempts(host string) bool {
+	name := normalHost(host)
+	addr, literal := ParseAddr(host)
+	return slices.ContainsFunc(p.AllowHosts, func(allowed string) bool {
+		if normalHost(allowed) == name {
+			return true
+		}
+		a, ok := ParseAddr(allowed)
+		return literal && ok && a == addr
+	})
 }
 
 // CheckAddr vets an address that is about to be contacted.

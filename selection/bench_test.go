@@ -1,8 +1,10 @@
 package selection_test
 
 import (
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
+	"sync"
 	"testing"
 
 	"github.com/rolter-ai/caddy-rolter/selection"
@@ -69,26 +71,48 @@ func BenchmarkPick(b *testing.B) {
 	}
 }
 
-// BenchmarkPickInParallel is the same under contention, by goroutines that hold their replica for no time.
-func BenchmarkPickInParallel(b *testing.B) {
-	loads, prefixes := selection.NewLoads(nil), selection.NewPrefixes(trie.New())
-	strategy := &selection.CacheAware{Loads: loads, Prefixes: prefixes, Threshold: 0.5, OverloadMargin: 2, OverloadRatio: 1.5}
-	var all []selection.Candidate
-	for i := range 64 {
-		key := fmt.Sprint("replica-", i)
-		all = append(all, selection.Candidate{Load: loads.Acquire(key), Member: prefixes.Join(key), Weight: 1})
-	}
-	b.ReportAllocs()
-	b.RunParallel(func(pb *testing.PB) {
-		candidates := append([]selection.Candidate(nil), all...)
-		req := &selection.Request{Text: make([]byte, 8<<10)}
-		rng := rand.New(rand.NewPCG(rand.Uint64(), 1))
-		lease := new(selection.Lease)
-		for pb.Next() {
-			copy(req.Text[4<<10:], fmt.Sprint(rng.Uint32()))
-			strategy.Pick(req, candidates, lease)
-			lease.Answered(true)
-			lease.Release()
+// BenchmarkContended is a pick of an 8 KiB prompt, half of which is one of 8 system prompts, by goroutines that hold their replica for no time.
+func BenchmarkContended(b *testing.B) {
+	for _, name := range []string{"cache_aware", "least_prefill"} {
+		for _, targets := range []int{8, 64, 512} {
+			for _, goroutines := range []int{1, 2, 8} {
+				b.Run(fmt.Sprintf("%s/targets=%d/goroutines=%d", name, targets, goroutines), func(b *testing.B) {
+					tree := trie.New()
+					tree.SetLimits(trie.Limits{MaxBytes: 64 << 20})
+					loads, prefixes := selection.NewLoads(nil), selection.NewPrefixes(tree)
+					var strategy selection.Strategy = &selection.CacheAware{Loads: loads, Prefixes: prefixes, Threshold: 0.5, OverloadMargin: 2, OverloadRatio: 1.5}
+					if name == "least_prefill" {
+						strategy = &selection.LeastPrefill{Loads: loads, Prefixes: prefixes, W: selection.DefaultW}
+					}
+					var all []selection.Candidate
+					for i := range targets {
+						key := fmt.Sprint("replica-", i)
+						all = append(all, selection.Candidate{Load: loads.Acquire(key), Member: prefixes.Join(key), Weight: 1})
+					}
+					work := func(seed uint64, n int) {
+						candidates := append([]selection.Candidate(nil), all...)
+						req := &selection.Request{Text: make([]byte, 8<<10), Stream: true}
+						rng := rand.New(rand.NewPCG(seed, 1))
+						lease := new(selection.Lease)
+						for range n {
+							req.Text[0] = byte(rng.IntN(8))
+							binary.LittleEndian.PutUint64(req.Text[4<<10:], rng.Uint64())
+							strategy.Pick(req, candidates, lease)
+							lease.FirstByte()
+							lease.Answered(true)
+							lease.Release()
+						}
+					}
+					work(1, 20_000) // the record is full
+					b.ReportAllocs()
+					b.ResetTimer()
+					var wg sync.WaitGroup
+					for g := range goroutines {
+						wg.Go(func() { work(uint64(g+2), (b.N+g)/goroutines) })
+					}
+					wg.Wait()
+				})
+			}
 		}
-	})
+	}
 }

@@ -8,12 +8,21 @@ func (m *Member) perToken() float64 {
 	return tokenBytes
 }
 
-// SetCapacity says how many tokens the replica's cache has room for; 0 is unknown. Its share of the record is kept to that.
-func (p *Prefixes) SetCapacity(m *Member, tokens int64) {
+// Resize asks for the capacity of every replica again.
+func (p *Prefixes) Resize() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	m.capacity = max(tokens, 0)
-	p.bound(m)
+	for _, m := range p.members {
+		p.resize(m)
+	}
+}
+
+// resize asks how much there is room for in a replica's cache. The caller holds the lock.
+func (p *Prefixes) resize(m *Member) {
+	if p.Capacity != nil {
+		m.capacity = max(p.Capacity(m.key), 0)
+		p.bound(m)
+	}
 }
 
 // bound applies the smaller of what the replica's cache is said to have room for and what was learned. The caller holds the lock.
@@ -32,11 +41,16 @@ func (p *Prefixes) bound(m *Member) {
 	}
 }
 
-// Forget drops everything that is recorded for a replica, because its cache is known to be empty.
-func (p *Prefixes) Forget(m *Member) {
+// Forget drops everything that is recorded for the replicas whose key meets a condition, because their caches are known to be empty. What is not settled
+// yet goes too: whether it was sent before or after the cache was emptied is not known.
+func (p *Prefixes) Forget(meets func(key string) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.forget(m)
+	for key, m := range p.members {
+		if meets(key) {
+			p.forget(m)
+		}
+	}
 }
 
 // forget gives the member a new slot. The caller holds the lock.

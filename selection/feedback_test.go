@@ -42,6 +42,7 @@ type one struct {
 	strategy  selection.Strategy
 	candidate selection.Candidate
 	cache     lru
+	capacity  int64 // that the cache is said to have, in tokens
 	rng       *rand.Rand
 }
 
@@ -49,6 +50,7 @@ func newOne(capacity int) *one {
 	o := &one{tree: trie.New(), cache: lru{capacity: capacity}, rng: rand.New(rand.NewPCG(1, 2))}
 	loads := selection.NewLoads(nil)
 	o.prefixes = selection.NewPrefixes(o.tree)
+	o.prefixes.Capacity = func(string) int64 { return o.capacity }
 	o.strategy = &selection.CacheAware{Loads: loads, Prefixes: o.prefixes, Threshold: 0.5, OverloadMargin: 2, OverloadRatio: 1.5}
 	o.candidate = selection.Candidate{Load: loads.Acquire("a"), Member: o.prefixes.Join("a")}
 	return o
@@ -86,7 +88,8 @@ func (o *one) overclaim(n int) float64 {
 
 func TestARecordShrinksToASmallCache(t *testing.T) {
 	o := newOne(20 * 2048) // 20 prompts
-	o.prefixes.SetCapacity(o.candidate.Member, 200*2048)
+	o.capacity = 200 * 2048
+	o.prefixes.Resize()
 	before := o.overclaim(200)
 	o.overclaim(1000)
 	after := o.overclaim(500)
@@ -142,21 +145,27 @@ func TestABoundThatWasLearnedGrowsAgain(t *testing.T) {
 
 func TestCapacityIsInTokens(t *testing.T) {
 	o := newOne(1000 * 2048)
-	o.prefixes.SetCapacity(o.candidate.Member, 10*2048)
+	o.capacity = 10 * 2048
+	o.prefixes.Resize()
 	for i := range 50 {
 		o.ask(i)
 	}
 	if n := o.tree.Prompts(0); n != 10 {
 		t.Errorf("%d prompts are recorded, want the 10 that there is room for", n)
 	}
-	o.prefixes.SetCapacity(o.candidate.Member, 0)
+	o.capacity = 0
+	o.prefixes.Resize()
 	for i := range 50 {
 		o.ask(i)
 	}
 	if n := o.tree.Prompts(0); n != 50 {
 		t.Errorf("%d prompts are recorded without a bound", n)
 	}
-	o.prefixes.Forget(o.candidate.Member)
+	o.prefixes.Forget(func(key string) bool { return key == "b" })
+	if n := o.prefixes.Prompts()["a"]; n != 50 {
+		t.Errorf("%d prompts are left after another replica was forgotten", n)
+	}
+	o.prefixes.Forget(func(key string) bool { return key == "a" })
 	if n := o.prefixes.Prompts()["a"]; n != 0 {
 		t.Errorf("%d prompts are recorded for an empty cache", n)
 	}

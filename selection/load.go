@@ -1,6 +1,7 @@
 package selection
 
 import (
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -32,6 +33,8 @@ type Load struct {
 	peak       float64       // of inFlight,
 	peakAt     time.Duration // at this time
 	queue      queue
+	foreign    int           // see SetForeign; it counts
+	foreignTo  time.Duration // until this time
 }
 
 // NewLoads returns an empty registry. clock tells the time since some moment; nil is the real one.
@@ -91,6 +94,7 @@ func (l *Load) InFlight() int {
 type AddressLoad struct {
 	Address  string
 	InFlight int
+	Others   int // requests that did not come through here
 }
 
 // Snapshot lists all addresses, sorted.
@@ -98,15 +102,41 @@ func (l *Loads) Snapshot() []AddressLoad {
 	l.mu.Lock()
 	all := make([]AddressLoad, 0, len(l.byKey))
 	for key, load := range l.byKey {
-		all = append(all, AddressLoad{key, load.inFlight})
+		all = append(all, AddressLoad{key, load.inFlight, load.others()})
 	}
 	l.mu.Unlock()
 	slices.SortFunc(all, func(a, b AddressLoad) int { return strings.Compare(a.Address, b.Address) })
 	return all
 }
 
-// load is the candidate's requests in flight. The caller holds the registry's mutex.
-func (c *Candidate) load() int { return max(c.Load.inFlight, c.Floor) }
+// Recent is the number of requests that hold a reservation at the address, or what is left of an earlier higher one: the most that an engine may
+// still count as ours.
+func (l *Load) Recent() int {
+	l.loads.mu.Lock()
+	defer l.loads.mu.Unlock()
+	return max(l.inFlight, int(math.Ceil(l.faded(l.loads.clock()))))
+}
+
+// SetForeign says how many requests of others are at the address. They add to its load for some time.
+func (l *Load) SetForeign(requests int, lasts time.Duration) {
+	l.loads.mu.Lock()
+	defer l.loads.mu.Unlock()
+	l.foreign, l.foreignTo = requests, l.loads.clock()+lasts
+}
+
+// others is the number of requests of others, as far as it is known. The caller holds the registry's mutex.
+func (l *Load) others() int {
+	if l.foreign == 0 || l.loads.clock() >= l.foreignTo {
+		return 0
+	}
+	return l.foreign
+}
+
+// own is the requests that are in flight at the candidate through this gateway. The caller holds the registry's mutex.
+func (c *Candidate) own() int { return max(c.Load.inFlight, c.Floor) }
+
+// load is the requests that are in flight at the candidate. The caller holds the registry's mutex.
+func (c *Candidate) load() int { return c.own() + c.Load.others() }
 
 // peakFades is how long the peak of a load counts, less and less.
 const peakFades = 500 * time.Millisecond
@@ -126,7 +156,7 @@ func (l *Load) faded(now time.Duration) float64 {
 // recent is the candidate's load, or what is left of an earlier higher one: a replica whose requests ended a moment ago is about to get the next
 // turns of their conversations. The caller holds the registry's mutex.
 func (c *Candidate) recent(now time.Duration) float64 {
-	return max(float64(c.load()), c.Load.faded(now)) / c.weight()
+	return (max(float64(c.own()), c.Load.faded(now)) + float64(c.Load.others())) / c.weight()
 }
 
 // relative is the candidate's load for its weight: what can take twice as much is as busy with twice the load. The caller holds the
@@ -140,8 +170,9 @@ func (c *Candidate) weight() float64 {
 	return 1
 }
 
-// full says that the candidate must not get another request. The caller holds the registry's mutex.
-func (c *Candidate) full() bool { return c.Limit > 0 && c.load() >= c.Limit }
+// full says that the candidate must not get another request. The requests of others do not count: what is known of them is seconds old, good enough to
+// prefer another replica and not to refuse. The caller holds the registry's mutex.
+func (c *Candidate) full() bool { return c.Limit > 0 && c.own() >= c.Limit }
 
 // reserve takes a place at the candidate. The caller holds the registry's mutex.
 func (l *Loads) reserve(c *Candidate, lease *Lease) {

@@ -38,6 +38,10 @@ type Record = struct {
 // Prefixes is the shared record of who was sent what: an index, its lock, and its members, the replicas by their stable identity. It outlives
 // configurations: each one joins the replicas that it has and leaves them when it is unloaded.
 type Prefixes struct {
+	// Capacity says how many tokens there is room for in the cache of a replica, by its key; 0 is unknown. A replica's share of the record is kept to
+	// that. It is asked when the replica joins, and for all of them by Resize, under a lock: it must be quick. It is set before any replica joins.
+	Capacity func(key string) int64
+
 	mu      sync.Mutex
 	index   PrefixIndex
 	members map[string]*Member
@@ -74,6 +78,7 @@ func (p *Prefixes) Join(key string) *Member {
 	if m == nil {
 		m = &Member{key: key, slot: p.index.Add()}
 		p.members[key] = m
+		p.resize(m)
 	}
 	m.refs++
 	return m
