@@ -128,7 +128,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if q.ended {
 		return nil
 	}
-	i := q.choose(&p.choice, pool, p.group.of(pool), func(int) float64 { return 1 }, r, w)
+	i := q.choose(&p.choice, pool, p.group.of(pool), nil, r, w)
 	if i < 0 {
 		return nil
 	}

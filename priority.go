@@ -27,10 +27,15 @@ const (
 	priorityRefused
 )
 
+// stamps says whether requests to the provider carry a priority.
+func (p *Provider) stamps() bool {
+	return p.EnginePriority != "" && p.EnginePriority != priorityOff && p.priority.Load() != priorityRefused
+}
+
 // stamp says whether a request to the provider is to carry a priority.
 func (q *request) stamp(p *Provider) bool {
 	switch {
-	case p.EnginePriority == "" || p.EnginePriority == priorityOff || p.priority.Load() == priorityRefused:
+	case !p.stamps():
 		return false
 	case q.body == nil || q.parser == nil || q.parsed.Why == prompt.Unparsable || q.parsed.Object == 0:
 		return false

@@ -153,8 +153,11 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
 func (s *scratch) reset() { s.candidates, s.index = s.candidates[:0], s.index[:0] }
 
-func (s *scratch) add(i int, up *reverseproxy.Upstream, m *member, weight float64, sharedDial bool) {
-	c := selection.Candidate{Load: m.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Weight: weight, Member: m.recorded}
+func (s *scratch) add(i int, up *reverseproxy.Upstream, m *member, t *Target, sharedDial bool) {
+	c := selection.Candidate{Load: m.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Member: m.recorded}
+	if t != nil {
+		c.Weight, c.ByDeadline = t.weight, t.provider.stamps()
+	}
 	if sharedDial {
 		c.Floor = 0
 	}
@@ -176,8 +179,8 @@ type choice struct {
 	tryAgain bool
 }
 
-// choose picks an upstream for the next attempt and reserves it. It returns its index in the pool, or -1.
-func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*member, weight func(int) float64, r *http.Request, w http.ResponseWriter) int {
+// choose picks an upstream for the next attempt and reserves it. targets are those of the pool, where there are any. It returns its index in the pool, or -1.
+func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*member, targets []*Target, r *http.Request, w http.ResponseWriter) int {
 	q.lease.Release() // the attempt before has failed, or we would not be asked again
 	if q.stream != nil && r.Body == q.stream && q.stream.begun.Load() {
 		return -1 // what is left of the body is not the request
@@ -192,7 +195,11 @@ func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*m
 		s.reset()
 		for i, up := range pool {
 			if usable(up) && (len(q.tried) == 0 || !slices.Contains(q.tried, members[i])) {
-				s.add(i, up, members[i], weight(i), c.sharedDial)
+				var t *Target
+				if targets != nil {
+					t = targets[i]
+				}
+				s.add(i, up, members[i], t, c.sharedDial)
 			}
 		}
 		return len(s.candidates) > 0

@@ -351,7 +351,7 @@ func (rt *Route) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if q.unstamp && q.stamped {
 		i = q.selectAgain(rt)
 	} else {
-		i = q.choose(&rt.choice, pool, rt.members, func(i int) float64 { return rt.Targets[i].weight }, r, w)
+		i = q.choose(&rt.choice, pool, rt.members, rt.Targets, r, w)
 	}
 	if i < 0 {
 		return nil

@@ -210,7 +210,7 @@ func TestARateIsForgottenWithItsAddress(t *testing.T) {
 	}
 }
 
-// A new replica is neither flooded nor left out.
+// A new replica is neither flooded nor left out, when the others have more than they can do.
 func TestANewReplica(t *testing.T) {
 	e := newEngines(t, 10_000, 10_000, 10_000).learned()
 	system := bytes.Repeat([]byte("s"), 4000)
@@ -226,7 +226,7 @@ func TestANewReplica(t *testing.T) {
 	}
 	var waiting []first
 	for i := range 400 {
-		e.now += 150 * time.Millisecond
+		e.now += 120 * time.Millisecond
 		for len(waiting) > 0 && waiting[0].at <= e.now {
 			waiting[0].lease.FirstByte()
 			waiting[0].lease.Answered(true)
@@ -240,5 +240,39 @@ func TestANewReplica(t *testing.T) {
 	}
 	if served[3] < 50 || served[3] > 150 {
 		t.Errorf("served %v, want the new one to get its share", served)
+	}
+}
+
+// An engine that takes short prompts first overtakes long ones: a first byte says nothing of those that were sent before.
+func TestTheVirtualClockOfAnEngineThatGoesByDeadlines(t *testing.T) {
+	e := newEngines(t, 1000).learned()
+	e.all[0].ByDeadline = true
+	q := &e.all[0].Load.queue
+	send := func(seed, bytes int) *Lease {
+		lease := new(Lease)
+		e.strategy.Pick(prompt(seed, bytes), e.all, lease)
+		return lease
+	}
+	first, long, short := send(1, 2000), send(2, 9000), send(3, 1000)
+	if bytes, later := q.before(e.now, 1000, deadlineOf(e.now, 3000, 1000)); bytes != 3000 || later != 1 {
+		t.Errorf("%v bytes before a prompt of 3,000 and %v after it, want 3000 and 1", bytes, later)
+	}
+	e.now = 2 * time.Second
+	first.FirstByte()
+	if q.running != q.works[1] {
+		t.Error("the short one is not thought to be next")
+	}
+	e.now = 3 * time.Second
+	short.FirstByte()
+	if got := q.pending(e.now, 1000); got != 9000 {
+		t.Errorf("%v pending, want the long one", got)
+	}
+	e.now = 7 * time.Second
+	if got := q.pending(e.now, 1000); got != 5000 {
+		t.Errorf("%v pending, want what is left of the long one", got)
+	}
+	long.Release()
+	if got := q.pending(e.now, 1000); got != 0 {
+		t.Errorf("%v pending at the end", got)
 	}
 }

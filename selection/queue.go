@@ -7,15 +7,18 @@ import (
 
 // queue is the prefill work of one replica: a virtual clock that is set right by every first byte. Guarded by the mutex of the loads.
 type queue struct {
-	works   []*work       // in the order in which they were sent
-	started time.Duration // when the first of works began to be prefilled
-	rate    float64       // bytes per second; 0 until it is learned
-	samples int
+	works      []*work // in the order in which they were sent
+	byDeadline bool    // the engine takes the work with the earliest deadline first, not the one that came first
+	running    *work   // what is thought to be prefilled now, where byDeadline; otherwise it is the first of works
+	started    time.Duration
+	rate       float64 // bytes per second; 0 until it is learned
+	samples    int
 }
 
 // work is what one request has to prefill.
 type work struct {
 	bytes    float64
+	deadline time.Duration
 	observed bool // its first byte will be seen
 }
 
@@ -39,8 +42,15 @@ const deadlineFactor = 5
 func (l *Loads) queue(c *Candidate, uncached int, observed bool, lease *Lease) (deadline time.Duration) {
 	now, q := l.clock(), &c.Load.queue
 	rate := q.rateOr(l.usualRate())
-	lease.holdWork(q.add(now, rate, float64(uncached), observed))
-	return now + seconds(deadlineFactor*float64(uncached)/rate)
+	w := &work{bytes: float64(uncached), deadline: deadlineOf(now, float64(uncached), rate), observed: observed}
+	q.byDeadline = c.ByDeadline
+	q.add(now, rate, w)
+	lease.holdWork(w)
+	return w.deadline
+}
+
+func deadlineOf(now time.Duration, uncached, rate float64) time.Duration {
+	return now + seconds(deadlineFactor*uncached/rate)
 }
 
 // Clock is the time that deadlines are on.
@@ -53,39 +63,69 @@ func (q *queue) rateOr(usual float64) float64 {
 	return q.rate
 }
 
-// advance takes off the works whose first byte nobody will see, when they should be done.
-func (q *queue) advance(now time.Duration, rate float64) {
-	for len(q.works) > 0 && !q.works[0].observed {
-		done := q.started + seconds(q.works[0].bytes/rate)
-		if done > now {
-			return
+// current is the index of the work that is thought to be prefilled now.
+func (q *queue) current() int {
+	if q.byDeadline {
+		return max(slices.Index(q.works, q.running), 0)
+	}
+	return 0
+}
+
+// next begins with the work that is next, at some time.
+func (q *queue) next(at time.Duration) {
+	q.started, q.running = at, nil
+	for _, w := range q.works {
+		if q.running == nil || w.deadline < q.running.deadline {
+			q.running = w
 		}
-		q.started = done
-		q.works = slices.Delete(q.works, 0, 1)
 	}
 }
 
-// pending is the work that has still to be done: what has been done of the first request is reckoned, up to its end.
-func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
-	q.advance(now, rate)
-	for i, w := range q.works {
-		left := w.bytes
-		if i == 0 {
-			left = max(0, left-rate*(now-q.started).Seconds())
+// advance takes off the works whose first byte nobody will see, when they should be done.
+func (q *queue) advance(now time.Duration, rate float64) {
+	for len(q.works) > 0 {
+		i := q.current()
+		done := q.started + seconds(q.works[i].bytes/rate)
+		if q.works[i].observed || done > now {
+			return
 		}
-		bytes += left
+		q.works = slices.Delete(q.works, i, i+1)
+		q.next(done)
 	}
+}
+
+// pending is the work that has still to be done: what has been done of the current one is reckoned, up to its end.
+func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
+	bytes, _ = q.before(now, rate, never)
 	return bytes
 }
 
-func (q *queue) add(now time.Duration, rate float64, bytes float64, observed bool) *work {
+// never is later than all deadlines.
+const never = time.Duration(1<<63 - 1)
+
+// before is the work that is done before one with this deadline, and the number of works that come after it.
+func (q *queue) before(now time.Duration, rate float64, deadline time.Duration) (bytes, later float64) {
 	q.advance(now, rate)
-	if len(q.works) == 0 {
-		q.started = now
+	current := q.current()
+	for i, w := range q.works {
+		switch {
+		case i == current:
+			bytes += max(0, w.bytes-rate*(now-q.started).Seconds())
+		case w.deadline <= deadline:
+			bytes += w.bytes
+		default:
+			later++
+		}
 	}
-	w := &work{bytes, observed}
+	return bytes, later
+}
+
+func (q *queue) add(now time.Duration, rate float64, w *work) {
+	q.advance(now, rate)
 	q.works = append(q.works, w)
-	return w
+	if len(q.works) == 1 {
+		q.next(now)
+	}
 }
 
 // SetRate sets the prefill rate of the replica, in bytes of prompt per second, from where it goes on learning.
@@ -104,7 +144,7 @@ func (q *queue) setRate(loads *Loads, rate float64) {
 	q.rate = rate
 }
 
-// firstByte says that a request has been prefilled, and with it everything that was sent to the replica before.
+// firstByte says that a request has been prefilled, and with it, where works are taken as they come, everything that was sent to the replica before.
 func (q *queue) firstByte(loads *Loads, w *work) {
 	loads.mu.Lock()
 	defer loads.mu.Unlock()
@@ -112,14 +152,17 @@ func (q *queue) firstByte(loads *Loads, w *work) {
 	if at < 0 {
 		return
 	}
-	now := loads.clock()
-	done := 0.0
-	for _, w := range q.works[:at+1] {
+	from, done := 0, 0.0
+	if q.byDeadline {
+		from = at
+	}
+	for _, w := range q.works[from : at+1] {
 		done += w.bytes
 	}
+	now := loads.clock()
 	q.learn(loads, done, now-q.started)
-	q.works = slices.Delete(q.works, 0, at+1)
-	q.started = now
+	q.works = slices.Delete(q.works, from, at+1)
+	q.next(now)
 }
 
 // withdraw says that a request will not be prefilled, or not to its end.
@@ -130,9 +173,10 @@ func (q *queue) withdraw(loads *Loads, w *work) {
 	if at < 0 {
 		return
 	}
+	current := at == q.current()
 	q.works = slices.Delete(q.works, at, at+1)
-	if at == 0 {
-		q.started = loads.clock()
+	if current {
+		q.next(loads.clock())
 	}
 }
 

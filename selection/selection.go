@@ -26,6 +26,9 @@ type Candidate struct {
 	// Weight is the operator's static weight: how much the replica can take, compared to others. 0 is 1.
 	Weight float64
 
+	// ByDeadline says that the engine takes waiting requests by [Decision.Deadline], and not as they come.
+	ByDeadline bool
+
 	// Member is the replica's place in the [Prefixes] of the strategy; nil when nothing is recorded for it.
 	Member *Member
 }

@@ -12,7 +12,13 @@
 // found from the end of it; those of running requests are not evicted, and a prompt for which they leave no room waits. A request is
 // in flight from the pick to the last token of its answer. The gateway and the network take no time.
 //
-// Equal input has equal results, except for the strategy random: Caddy's policy cannot be seeded.
+// A replica that fails is no candidate while it is away. What it had not begun to answer is sent to another one at once, as a gateway would, and its
+// time to first token counts from its arrival; answers that had begun are cut off there. The gateway is not told that the replica returns empty:
+// its record of the replica's prompts stands, until what comes later has replaced it.
+//
+// Several gateways each have their own loads, records and rates, and send to the same replicas.
+//
+// Equal input has equal results, except for the strategies random, because Caddy's policy cannot be seeded, and pipeline, which takes equals at random.
 package replay
 
 import (
@@ -27,6 +33,8 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/pflag"
+
+	"github.com/rolter-ai/caddy-rolter/integration/replica"
 )
 
 // Options describe the replicas, the load and what to compare. [RegisterFlags] has the defaults.
@@ -36,10 +44,20 @@ type Options struct {
 	CacheBlocks int     // of each replica; 0 is unbounded
 	PrefillRate float64 // tokens/s of each replica
 	DecodeMS    float64 // ms from one token of an answer to the next
-	IndexScale  float64 // size of the record of each replica's prompts, as a multiple of its cache; 0 leaves it to the strategies' own limits
 	RateScale   float64 // how many times faster than in the trace the requests come
+	RateError   float64 // what the strategies take the prefill rate for at first, as a multiple of what it is; 0 leaves them to learn it
 	Seed        uint64  // of the generated trace
-	JSON        bool    // print JSON, not a table
+
+	// Each strategy is run with each combination of these. None is what a strategy has without.
+	IndexScales  []float64 // size of the record of each replica's prompts, as a multiple of its cache; 0 leaves it to the strategies' own limits
+	Gateways     []int     // number of gateways, which share nothing
+	EngineOrders []string  // of the requests that wait at a replica
+
+	// Disturbances; see [RegisterFlags] for their form.
+	Slow, Fail, Join []string
+
+	JSON bool   // print JSON, not a table
+	Plot string // file for a picture
 }
 
 // RegisterFlags adds the flags of the command to fs, and returns the options that hold their values.
@@ -50,27 +68,43 @@ func RegisterFlags(fs *pflag.FlagSet) *Options {
 	fs.IntVar(&o.CacheBlocks, "cache-blocks", 4000, "size of each replica's cache in blocks of 512 tokens, 0 for unbounded")
 	fs.Float64Var(&o.PrefillRate, "prefill-rate", 7000, "prefill speed of each replica in tokens per second")
 	fs.Float64Var(&o.DecodeMS, "decode-ms", 30, "time of each token of an answer in milliseconds")
-	fs.Float64Var(&o.IndexScale, "index-scale", 0, "size of the record of each replica's prompts as a multiple of its cache, 0 for the strategies' own limits")
 	fs.Float64Var(&o.RateScale, "rate-scale", 1, "how many times faster than in the trace the requests come")
+	fs.Float64Var(&o.RateError, "rate-error", 0, "begin with each replica's prefill speed learned, but wrong by this `factor`, such as 2 or 0.5; 0 to begin without")
+	fs.Float64SliceVar(&o.IndexScales, "index-scale", nil, "compare these sizes of the record of each replica's prompts, as `multiples` of its cache, such as 0.25,1,4; 0 for the strategies' own limits alone")
+	fs.Lookup("index-scale").DefValue = "" // or the help would say "default []"
+	fs.IntSliceVar(&o.Gateways, "gateways", nil, "compare these `numbers` of gateways, such as 1,2,4, that share nothing and get the requests in turn")
+	fs.StringSliceVar(&o.EngineOrders, "engine-order", nil, "compare these `orders` in which a replica takes waiting requests: fifo, priority (earliest deadline first: arrival + 5 × estimated prefill time; as fifo where a strategy estimates none)")
+	fs.StringSliceVar(&o.Slow, "slow", nil, "let a replica, counted from 0, prefill at another speed: 0:0.5 is half as fast; can be repeated (`replica:factor`)")
+	fs.StringSliceVar(&o.Fail, "fail", nil, "take a replica away for a while, empty when it returns: 3@600s+120s; can be repeated (`replica@time+time`)")
+	fs.StringSliceVar(&o.Join, "join", nil, "let a cold replica join later: 7@900s; can be repeated; adds for how long after that some queue was above 3 × the mean (`replica@time`)")
 	fs.Uint64Var(&o.Seed, "seed", 1, "seed of the trace that is generated when none is given")
 	fs.BoolVar(&o.JSON, "json", false, "print JSON")
+	fs.StringVar(&o.Plot, "plot", "", "draw time to first token and reuse into a `file`, .svg or .png")
 	return o
 }
 
 // validate reports the first option that cannot be meant, by the name of its flag. Within the limits the virtual time, in nanoseconds, does
 // not overflow before a trace has 9 thousand million tokens.
 func (o Options) validate() error {
-	for _, option := range []struct {
+	type number struct {
 		name               string
 		value, least, most float64
-	}{
+	}
+	numbers := []number{
 		{"replicas", float64(o.Replicas), 1, 1024},
 		{"cache-blocks", float64(o.CacheBlocks), 0, math.MaxInt32},
 		{"prefill-rate", o.PrefillRate, 1, 1e9},
 		{"decode-ms", o.DecodeMS, 0.001, 10_000},
-		{"index-scale", o.IndexScale, 0, 1000},
 		{"rate-scale", o.RateScale, 0.01, 1000},
-	} {
+		{"rate-error", o.RateError, 0, 1000},
+	}
+	for _, scale := range o.IndexScales {
+		numbers = append(numbers, number{"index-scale", scale, 0, 1000})
+	}
+	for _, n := range o.Gateways {
+		numbers = append(numbers, number{"gateways", float64(n), 1, 1024})
+	}
+	for _, option := range numbers {
 		if !(option.value >= option.least && option.value <= option.most) { // NaN is not
 			return fmt.Errorf("--%s %v: must be from %v to %v", option.name, option.value, option.least, option.most)
 		}
@@ -83,7 +117,39 @@ func (o Options) validate() error {
 			return fmt.Errorf("--strategy %q: unknown; there are %s", name, strategyNames())
 		}
 	}
-	return nil
+	for _, order := range o.EngineOrders {
+		if order != string(replica.FIFO) && order != string(replica.ByPriority) {
+			return fmt.Errorf("--engine-order %q: must be %s or %s", order, replica.FIFO, replica.ByPriority)
+		}
+	}
+	if o.Plot != "" && plotFormat(o.Plot) == "" {
+		return fmt.Errorf("--plot %s: must end in .svg or .png", o.Plot)
+	}
+	_, err := o.disturbances()
+	return err
+}
+
+// variants are all combinations to run.
+func (o Options) variants() []Variant {
+	var all []Variant
+	for _, strategy := range o.Strategies {
+		for _, scale := range orZero(o.IndexScales) {
+			for _, gateways := range orZero(o.Gateways) {
+				for _, order := range orZero(o.EngineOrders) {
+					all = append(all, Variant{strategy, scale, gateways, order})
+				}
+			}
+		}
+	}
+	return all
+}
+
+// orZero makes a flag that was not given one value, the zero.
+func orZero[T any](values []T) []T {
+	if len(values) == 0 {
+		return make([]T, 1)
+	}
+	return values
 }
 
 // Report is the JSON that the command prints.
@@ -91,15 +157,52 @@ type Report struct {
 	Runs []Result `json:"runs"`
 }
 
-// Result is how one strategy did.
+// Variant is what one run differs in from the others. What was not asked for is zero, and not in the JSON.
+type Variant struct {
+	Strategy    string  `json:"strategy"`
+	IndexScale  float64 `json:"index_scale,omitempty"`
+	Gateways    int     `json:"gateways,omitempty"`
+	EngineOrder string  `json:"engine_order,omitempty"`
+}
+
+// name tells the run from the others.
+func (v Variant) name() string {
+	name := v.Strategy
+	if v.IndexScale > 0 {
+		name += fmt.Sprintf(", index × %v", v.IndexScale)
+	}
+	switch {
+	case v.Gateways == 1:
+		name += ", 1 gateway"
+	case v.Gateways > 1:
+		name += fmt.Sprintf(", %d gateways", v.Gateways)
+	}
+	if v.EngineOrder != "" {
+		name += ", " + v.EngineOrder
+	}
+	return name
+}
+
+// Result is how one run did.
 type Result struct {
-	Strategy      string         `json:"strategy"`
+	Variant
 	Requests      int            `json:"requests"`
 	PromptTokens  int64          `json:"prompt_tokens"`
 	CachedTokens  int64          `json:"cached_tokens"`  // found in the cache of the replica that was picked
 	CeilingTokens int64          `json:"ceiling_tokens"` // that one infinite cache would have found
 	TTFT          TTFT           `json:"ttft_s"`
 	ByReplica     []ReplicaShare `json:"by_replica"`
+
+	Failures *Failures `json:"failures,omitempty"` // where a replica fails
+	Herd     *float64  `json:"herd_s,omitempty"`   // where a replica joins: the longest time for which a queue was above 3 × the mean
+
+	ttft []float64 // of all requests, sorted
+}
+
+// Failures is what replicas that failed did to requests.
+type Failures struct {
+	Retried int `json:"retried"` // waited or were prefilled there, and were sent to another one
+	CutOff  int `json:"cut_off"` // had an answer begun, which ended there
 }
 
 // TTFT is the distribution of the time to first token, in seconds.
@@ -128,19 +231,24 @@ func Run(ctx context.Context, opts Options, args []string, stdin io.Reader, stdo
 		return err
 	}
 	var report Report
-	for _, strategy := range opts.Strategies {
-		result, err := runStrategy(ctx, t, strategy, opts)
+	for _, v := range opts.variants() {
+		result, err := run(ctx, t, v, opts)
 		if err != nil {
-			return fmt.Errorf("strategy %s: %w", strategy, err)
+			return fmt.Errorf("strategy %s: %w", v.name(), err)
 		}
 		report.Runs = append(report.Runs, result)
 	}
 	if opts.JSON {
 		out := json.NewEncoder(stdout)
 		out.SetIndent("", "  ")
-		return out.Encode(report)
+		err = out.Encode(report)
+	} else {
+		err = printTable(stdout, t, opts, report)
 	}
-	return printTable(stdout, t, opts, report)
+	if err == nil && opts.Plot != "" {
+		err = writePlot(opts.Plot, t, opts, report)
+	}
+	return err
 }
 
 func loadTrace(ctx context.Context, opts Options, args []string, stdin io.Reader, stderr io.Writer) (*trace, error) {
@@ -169,30 +277,36 @@ func loadTrace(ctx context.Context, opts Options, args []string, stdin io.Reader
 	return t, nil
 }
 
-// runStrategy replays the trace with a strategy and sums up.
-func runStrategy(ctx context.Context, t *trace, strategy string, opts Options) (Result, error) {
-	attempts, err := simulate(ctx, t, strategy, opts)
+// run replays the trace with a variant and sums up.
+func run(ctx context.Context, t *trace, v Variant, opts Options) (Result, error) {
+	s, err := simulate(ctx, t, v, opts)
 	if err != nil {
 		return Result{}, err
 	}
 	result := Result{
-		Strategy:      strategy,
+		Variant:       v,
 		Requests:      len(t.requests),
 		PromptTokens:  t.promptTokens,
 		CeilingTokens: t.ceilingTokens,
 		ByReplica:     make([]ReplicaShare, opts.Replicas),
 	}
-	ttft := make([]float64, 0, len(attempts))
-	for _, a := range attempts {
+	for _, a := range s.attempts {
 		cached := int64(a.job.CachedTokens)
 		result.CachedTokens += cached
 		share := &result.ByReplica[a.replica]
 		share.Requests++
 		share.PromptTokens += int64(a.job.PromptTokens)
 		share.CachedTokens += cached
-		ttft = append(ttft, (a.job.FirstToken - a.job.Submitted).Seconds())
+		result.ttft = append(result.ttft, a.ttft())
 	}
-	result.TTFT = summarize(ttft)
+	result.TTFT = summarize(result.ttft)
+	if len(opts.Fail) > 0 {
+		result.Failures = &s.failures
+	}
+	if len(opts.Join) > 0 {
+		herd := s.herd.longest.Seconds()
+		result.Herd = &herd
+	}
 	return result, nil
 }
 
@@ -208,27 +322,94 @@ func summarize(times []float64) TTFT {
 	return TTFT{Mean: sum / float64(len(times)), P50: percentile(50), P90: percentile(90), P99: percentile(99)}
 }
 
-func printTable(out io.Writer, t *trace, opts Options, report Report) error {
+// setup says in one line what was replayed on what.
+func setup(t *trace, opts Options) string {
 	cache := fmt.Sprintf("caches of %d blocks of %d tokens", opts.CacheBlocks, blockTokens)
 	if opts.CacheBlocks == 0 {
 		cache = "unbounded caches"
 	}
 	last := t.requests[len(t.requests)-1].Timestamp / 1000 / opts.RateScale
-	var text strings.Builder
-	fmt.Fprintf(&text, "%d requests in %.0f s, %d prompt tokens; %d replicas with %s, prefill %v tokens/s, decode %v ms/token\n\n",
+	line := fmt.Sprintf("%d requests in %.0f s, %d prompt tokens; %d replicas with %s, prefill %v tokens/s, decode %v ms/token",
 		len(t.requests), last, t.promptTokens, opts.Replicas, cache, opts.PrefillRate, opts.DecodeMS)
+	for _, special := range []struct {
+		name  string
+		given bool
+		value any
+	}{
+		{"rate-error", opts.RateError > 0, opts.RateError},
+		{"slow", len(opts.Slow) > 0, strings.Join(opts.Slow, ",")},
+		{"fail", len(opts.Fail) > 0, strings.Join(opts.Fail, ",")},
+		{"join", len(opts.Join) > 0, strings.Join(opts.Join, ",")},
+	} {
+		if special.given {
+			line += fmt.Sprintf(", --%s %v", special.name, special.value)
+		}
+	}
+	return line
+}
 
-	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "strategy\tcached\tof ceiling\tTTFT mean\tp50\tp90\tp99\trequests by replica")
-	for _, r := range report.Runs {
+// column is one of the table.
+type column struct {
+	title string
+	cell  func(Result) string
+}
+
+// columns are those of the options given: one for each thing that runs differ in, and the measures.
+func columns(opts Options) []column {
+	all := []column{{"strategy", func(r Result) string { return r.Strategy }}}
+	add := func(given bool, title string, cell func(Result) string) {
+		if given {
+			all = append(all, column{title, cell})
+		}
+	}
+	add(len(opts.IndexScales) > 0, "index", func(r Result) string {
+		if r.IndexScale == 0 {
+			return "own limits"
+		}
+		return fmt.Sprintf("× %v", r.IndexScale)
+	})
+	add(len(opts.Gateways) > 0, "gateways", func(r Result) string { return fmt.Sprint(r.Gateways) })
+	add(len(opts.EngineOrders) > 0, "order", func(r Result) string { return r.EngineOrder })
+	add(true, "cached", func(r Result) string { return percent(r.CachedTokens, r.PromptTokens) })
+	add(true, "of ceiling", func(r Result) string { return percent(r.CachedTokens, r.CeilingTokens) })
+	for _, time := range []struct {
+		title string
+		value func(TTFT) float64
+	}{
+		{"TTFT mean", func(t TTFT) float64 { return t.Mean }},
+		{"p50", func(t TTFT) float64 { return t.P50 }},
+		{"p90", func(t TTFT) float64 { return t.P90 }},
+		{"p99", func(t TTFT) float64 { return t.P99 }},
+	} {
+		add(true, time.title, func(r Result) string { return fmt.Sprintf("%.2f s", time.value(r.TTFT)) })
+	}
+	add(len(opts.Join) > 0, "herd", func(r Result) string { return fmt.Sprintf("%.1f s", *r.Herd) })
+	add(len(opts.Fail) > 0, "retried", func(r Result) string { return fmt.Sprint(r.Failures.Retried) })
+	add(len(opts.Fail) > 0, "cut off", func(r Result) string { return fmt.Sprint(r.Failures.CutOff) })
+	add(true, "requests by replica", func(r Result) string {
 		least, most := r.ByReplica[0].Requests, r.ByReplica[0].Requests
 		for _, share := range r.ByReplica {
 			least, most = min(least, share.Requests), max(most, share.Requests)
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%.2f s\t%.2f s\t%.2f s\t%.2f s\t%d to %d, most %.2f × mean\n",
-			r.Strategy, percent(r.CachedTokens, r.PromptTokens), percent(r.CachedTokens, r.CeilingTokens),
-			r.TTFT.Mean, r.TTFT.P50, r.TTFT.P90, r.TTFT.P99,
-			least, most, float64(most*opts.Replicas)/float64(r.Requests))
+		return fmt.Sprintf("%d to %d, most %.2f × mean", least, most, float64(most*opts.Replicas)/float64(r.Requests))
+	})
+	return all
+}
+
+func printTable(out io.Writer, t *trace, opts Options, report Report) error {
+	var text strings.Builder
+	fmt.Fprint(&text, setup(t, opts), "\n\n")
+	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+	row := func(cell func(column) string) {
+		var cells []string
+		for _, c := range columns(opts) {
+			cells = append(cells, cell(c))
+		}
+		fmt.Fprintln(w, strings.Join(cells, "\t"))
+	}
+	row(func(c column) string { return c.title })
+	for _, r := range report.Runs {
+		row(func(c column) string { return c.cell(r) })
 	}
 	w.Flush() // into memory, which does not fail
 	_, err := io.WriteString(out, text.String())

@@ -5,15 +5,19 @@ import (
 	"compress/gzip"
 	"context"
 	"encoding/json"
+	"encoding/xml"
 	"errors"
+	"image/png"
 	"io"
 	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/spf13/pflag"
 )
@@ -184,36 +188,230 @@ func TestModel(t *testing.T) {
 			cached:  []int{0, 0, 1024, 1024, 1024},
 			replica: []int{0, 1, 0, 0, 1},
 		},
+		{
+			name:     "a slow replica",
+			strategy: "least_load",
+			args:     []string{"--replicas", "2", "--slow", "1:0.5"},
+			requests: []request{
+				{0, 512, 1, []uint64{1}},
+				{0, 512, 1, []uint64{2}},
+			},
+			ttft:    []float64{1, 2},
+			cached:  []int{0, 0},
+			replica: []int{0, 1},
+		},
+		{
+			name:     "a replica fails and returns empty",
+			strategy: "least_load",
+			args:     []string{"--replicas", "2", "--fail", "0@1500ms+10s"},
+			requests: []request{
+				{0, 512, 5, []uint64{1}},       // has its first token at 1 s, and no more than that after 1.5 s
+				{0, 512, 1, []uint64{2}},       //
+				{250, 1024, 1, []uint64{3, 4}}, // is being prefilled at 1.5 s: begins again on the second, when the next has left it at 2 s
+				{375, 512, 1, []uint64{5}},     //
+				{500, 512, 1, []uint64{6}},     // waits at 1.5 s: goes behind the one above
+				{12000, 512, 1, []uint64{1}},   // the first is back, and has been picked longest ago
+			},
+			ttft:    []float64{1, 1, 3.75, 1.625, 4.5, 1},
+			cached:  []int{0, 0, 0, 0, 0, 0},
+			replica: []int{0, 1, 1, 1, 1, 0},
+		},
+		{
+			name:     "a replica that returns at the moment of an arrival, and one that fails then",
+			strategy: "least_load",
+			args:     []string{"--replicas", "2", "--fail", "1@5s+1s", "--fail", "0@1s+4s"},
+			requests: []request{
+				{0, 512, 1, []uint64{1}},
+				{1000, 512, 1, []uint64{2}},
+				{5000, 512, 1, []uint64{3}},
+				{6000, 512, 1, []uint64{4}},
+			},
+			ttft:    []float64{1, 1, 1, 1},
+			cached:  []int{0, 0, 0, 0},
+			replica: []int{0, 1, 0, 1},
+		},
+		{
+			name:     "a replica joins",
+			strategy: "round_robin",
+			args:     []string{"--replicas", "2", "--join", "0@5s"},
+			requests: []request{
+				{0, 512, 1, []uint64{1}},
+				{1000, 512, 1, []uint64{2}},
+				{5000, 512, 1, []uint64{1}},
+				{6000, 512, 1, []uint64{1}},
+			},
+			ttft:    []float64{1, 1, 0, 1},
+			cached:  []int{0, 0, 512, 0},
+			replica: []int{1, 1, 1, 0},
+		},
+		{
+			name:     "gateways do not know what others have sent",
+			strategy: "cache_aware",
+			args:     []string{"--replicas", "2", "--gateways", "2"},
+			requests: []request{
+				{0, 1024, 1, []uint64{1, 2}},
+				{10000, 1024, 1, []uint64{3, 4}}, // the first of the second gateway
+				{20000, 1536, 1, []uint64{3, 4, 5}},
+				{30000, 1536, 1, []uint64{3, 4, 6}},
+			},
+			ttft:    []float64{2, 2, 3, 1},
+			cached:  []int{0, 0, 0, 1024},
+			replica: []int{0, 0, 1, 0},
+		},
+		{
+			name:     "first come first served where it is said",
+			strategy: "least_prefill",
+			args:     []string{"--engine-order", "fifo"},
+			requests: deadlines,
+			ttft:     []float64{2, 5.5, 6},
+			cached:   []int{0, 0, 0},
+		},
+		{
+			name:     "the earliest deadline first",
+			strategy: "least_prefill",
+			args:     []string{"--engine-order", "priority", "--rate-error", "1"},
+			requests: deadlines,
+			ttft:     []float64{2, 6.5, 2},
+			cached:   []int{0, 0, 0},
+		},
+		{
+			name:     "no deadline, no other order",
+			strategy: "round_robin",
+			args:     []string{"--engine-order", "priority"},
+			requests: deadlines,
+			ttft:     []float64{2, 5.5, 6},
+			cached:   []int{0, 0, 0},
+		},
+		{
+			name:     "a record smaller than the cache",
+			strategy: "cache_aware",
+			args:     []string{"--replicas", "2", "--cache-blocks", "100", "--index-scale", "0.02"}, // two blocks
+			requests: []request{
+				{0, 1024, 1, []uint64{1, 2}},
+				{10000, 1024, 1, []uint64{3, 4}},
+				{20000, 1024, 1, []uint64{5, 6}}, // nobody's: to the first, whose record has room for nothing else
+				{30000, 1024, 1, []uint64{1, 2}}, // so this is nobody's too, and the second has been picked longest ago
+			},
+			ttft:    []float64{2, 2, 2, 2},
+			cached:  []int{0, 0, 0, 0},
+			replica: []int{0, 1, 0, 1},
+		},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
-			flags := pflag.NewFlagSet("replay", pflag.ContinueOnError)
-			opts := RegisterFlags(flags)
-			args := []string{"--prefill-rate", "512", "--decode-ms", "1000", "--replicas", "1", "--cache-blocks", "0"}
-			if err := flags.Parse(append(args, tt.args...)); err != nil {
-				t.Fatal(err)
-			}
-			trace, err := readTrace(t.Context(), strings.NewReader(lines(t, tt.requests)))
-			if err != nil {
-				t.Fatal(err)
-			}
-			attempts, err := simulate(t.Context(), trace, tt.strategy, *opts)
-			if err != nil {
-				t.Fatal(err)
-			}
-			for i, a := range attempts {
+			args := []string{"--strategy", tt.strategy, "--prefill-rate", "512", "--decode-ms", "1000", "--replicas", "1", "--cache-blocks", "0"}
+			s := simulateLines(t, lines(t, tt.requests), append(args, tt.args...))
+			for i, a := range s.attempts {
 				wantReplica := 0
 				if tt.replica != nil {
 					wantReplica = tt.replica[i]
 				}
-				ttft := (a.job.FirstToken - a.job.Submitted).Seconds()
-				if ttft != tt.ttft[i] || a.job.CachedTokens != tt.cached[i] || a.replica != wantReplica {
+				if ttft := a.ttft(); ttft != tt.ttft[i] || a.job.CachedTokens != tt.cached[i] || a.replica != wantReplica {
 					t.Errorf("request %d: first token after %v s, %d tokens cached, on replica %d, want %v s, %d, %d",
 						i+1, ttft, a.job.CachedTokens, a.replica, tt.ttft[i], tt.cached[i], wantReplica)
 				}
 			}
 		})
 	}
+}
+
+// Three requests for one replica that prefills one block a second: the second has its deadline after 0.5 + 5 × 4 s, the third after 1 + 5 × 1 s.
+var deadlines = []request{
+	{0, 1024, 1, []uint64{1, 2}},
+	{500, 2048, 1, []uint64{3, 4, 5, 6}},
+	{1000, 512, 1, []uint64{7}},
+}
+
+// The deadline shows what a strategy takes the rate for: 5 × the time for two blocks.
+func TestRateError(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		args []string
+		want int64 // ms
+	}{
+		{[]string{"--rate-error", "1"}, 10_000},
+		{[]string{"--rate-error", "2"}, 5_000},
+		{[]string{"--rate-error", "0.5"}, 20_000},
+		{[]string{"--rate-error", "2", "--slow", "0:0.5"}, 10_000},
+	} {
+		s := simulateLines(t, lines(t, deadlines), append(tt.args, "--replicas", "1", "--prefill-rate", "512", "--strategy", "least_prefill"))
+		if got := s.attempts[0].job.Priority; got != tt.want {
+			t.Errorf("%v: a deadline after %d ms, want %d", tt.args, got, tt.want)
+		}
+	}
+}
+
+func TestFailuresAreCounted(t *testing.T) {
+	t.Parallel()
+	requests := []request{
+		{0, 512, 5, []uint64{1}},
+		{0, 512, 1, []uint64{2}},
+		{250, 1024, 1, []uint64{3, 4}},
+		{375, 512, 1, []uint64{5}},
+		{500, 512, 1, []uint64{6}},
+	}
+	args := []string{"--replicas", "2", "--prefill-rate", "512", "--decode-ms", "1000", "--strategy", "least_load", "--fail", "0@1500ms+10s"}
+	r := results(t, lines(t, requests), append(args, "-")...)[0]
+	if *r.Failures != (Failures{Retried: 2, CutOff: 1}) || r.ByReplica[0].Requests != 1 || r.ByReplica[1].Requests != 4 {
+		t.Errorf("got %+v, %+v, want 2 retried, 1 cut off, 1 and 4 requests", *r.Failures, r.ByReplica)
+	}
+}
+
+func TestHerd(t *testing.T) {
+	t.Parallel()
+	h := newHerd(4)
+	for _, step := range []struct {
+		now    time.Duration // s
+		queues [4]time.Duration
+		there  int
+		want   time.Duration // the longest so far
+	}{
+		{0, [4]time.Duration{0, 0, 0, 0}, 4, 0},
+		{1, [4]time.Duration{4, 1, 0, 0}, 4, 0}, // 4 > 3 × 5/4
+		{3, [4]time.Duration{3, 1, 0, 0}, 4, 2}, // 3 = 3 × 4/4 is not above
+		{4, [4]time.Duration{5, 0, 1, 0}, 4, 2},
+		{5, [4]time.Duration{9, 0, 1, 0}, 4, 2},
+		{7, [4]time.Duration{0, 9, 1, 0}, 4, 3}, // another one takes over
+		{9, [4]time.Duration{0, 9, 1, 0}, 3, 3}, // 9 < 3 × 10/3
+		{20, [4]time.Duration{1, 1, 1, 1}, 4, 3},
+	} {
+		copy(h.queues, step.queues[:])
+		if h.sample(step.now, step.there); h.longest != step.want {
+			t.Errorf("at %d s: %d s, want %d", step.now, h.longest, step.want)
+		}
+	}
+
+	// Four replicas, the last of which joins. Two blocks on one of them are above 3 × the mean until they are prefilled, those of before it came do not count,
+	// and a second busy replica ends it.
+	requests := []request{
+		{0, 4096, 1, []uint64{1, 2, 3, 4, 5, 6, 7, 8}},
+		{10_000, 1024, 1, []uint64{11, 12}},
+		{20_000, 2048, 1, []uint64{21, 22, 23, 24}},
+		{21_000, 2048, 1, []uint64{31, 32, 33, 34}},
+	}
+	args := []string{"--replicas", "4", "--prefill-rate", "512", "--decode-ms", "1000", "--strategy", "least_load", "--join", "3@9s", "-"}
+	if r := results(t, lines(t, requests), args...)[0]; *r.Herd != 2 {
+		t.Errorf("%v s, want 2", *r.Herd)
+	}
+}
+
+// simulateLines replays a trace with the only variant of the arguments.
+func simulateLines(t *testing.T, lines string, args []string) *simulation {
+	t.Helper()
+	flags := pflag.NewFlagSet("replay", pflag.ContinueOnError)
+	opts := RegisterFlags(flags)
+	if err := flags.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	trace, err := readTrace(t.Context(), strings.NewReader(lines))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := simulate(t.Context(), trace, opts.variants()[0], *opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
 }
 
 // lines renders requests as a trace.
@@ -250,6 +448,109 @@ func TestJSON(t *testing.T) {
 	}
 }
 
+func TestJSONOfVariants(t *testing.T) {
+	t.Parallel()
+	out, _, err := replay(t, smallTrace, append(smallArgs, "--replicas", "2", "--json", "--index-scale", "0,0.5", "--gateways", "1,2",
+		"--engine-order", "fifo,priority", "--fail", "0@11s+1s", "--join", "1@0s", "-")...)
+	var report struct {
+		Runs []map[string]any `json:"runs"`
+	}
+	if jsonErr := json.Unmarshal([]byte(out), &report); err != nil || jsonErr != nil || len(report.Runs) != 8 {
+		t.Fatalf("%v, %v in %s", err, jsonErr, out)
+	}
+	first, last := report.Runs[0], report.Runs[7]
+	for _, run := range report.Runs {
+		for _, name := range []string{"strategy", "gateways", "engine_order", "requests", "ttft_s", "by_replica", "failures", "herd_s"} {
+			if run[name] == nil {
+				t.Errorf("no %s in %v", name, run)
+			}
+		}
+	}
+	_, scaled := first["index_scale"]
+	if scaled || first["gateways"] != 1.0 || first["engine_order"] != "fifo" {
+		t.Errorf("the first run is %v", first)
+	}
+	if last["index_scale"] != 0.5 || last["gateways"] != 2.0 || last["engine_order"] != "priority" {
+		t.Errorf("the last run is %v", last)
+	}
+}
+
+// Whatever is asked for, the same input has the same output.
+func TestDeterminism(t *testing.T) {
+	t.Parallel()
+	args := []string{"--strategy", "cache_aware,least_prefill", "--gateways", "2", "--engine-order", "priority", "--rate-error", "2",
+		"--slow", "0:0.5,1:2", "--fail", "3@300s+60s", "--fail", "4@600s+60s", "--join", "7@400s", "--rate-scale", "1.2", "--cache-blocks", "600", "--index-scale", "2"}
+	once, again := results(t, "", args...), results(t, "", args...)
+	if !reflect.DeepEqual(once, again) {
+		t.Errorf("got %+v and %+v", once, again)
+	}
+	for _, r := range once {
+		requests := 0
+		for _, share := range r.ByReplica {
+			requests += share.Requests
+		}
+		if requests != r.Requests || r.Failures.Retried+r.Failures.CutOff == 0 {
+			t.Errorf("%s: %d of %d requests were answered, failures were %+v", r.Strategy, requests, r.Requests, *r.Failures)
+		}
+	}
+}
+
+func TestPlot(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	args := append(smallArgs, "--strategy", "round_robin,cache_aware", "--index-scale", "0.5,4", "--gateways", "1,3", "--slow", "0:0.5")
+	names := []string{
+		"round_robin, index × 0.5, 1 gateway", "round_robin, index × 0.5, 3 gateways", "round_robin, index × 4, 1 gateway", "round_robin, index × 4, 3 gateways",
+		"cache_aware, index × 0.5, 1 gateway", "cache_aware, index × 0.5, 3 gateways", "cache_aware, index × 4, 1 gateway", "cache_aware, index × 4, 3 gateways",
+	}
+	svg := filepath.Join(dir, "out.SVG")
+	if _, _, err := replay(t, smallTrace, append(args, "--plot", svg, "-")...); err != nil {
+		t.Fatal(err)
+	}
+	picture, err := os.ReadFile(svg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text []string
+	for decoder := xml.NewDecoder(bytes.NewReader(picture)); ; {
+		token, err := decoder.Token()
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			t.Fatalf("%v in %s", err, picture)
+		}
+		if data, ok := token.(xml.CharData); ok {
+			text = append(text, string(data))
+		}
+	}
+	all := strings.Join(text, "\n")
+	for _, want := range append(names, "3 requests in 20 s", "--slow 0:0.5", "one infinite cache, 61.5 %", "seconds") {
+		if !strings.Contains(all, want) {
+			t.Errorf("%q is missing in %s", want, all)
+		}
+	}
+
+	// A trace in which nothing repeats, nothing is computed and no time passes can be drawn too.
+	out := filepath.Join(dir, "out.png")
+	if _, _, err := replay(t, `{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":[1]}`, "--strategy", "least_load", "--prefill-rate", "1e9", "--plot", out, "-"); err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.Open(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	if _, err := png.Decode(file); err != nil {
+		t.Error(err)
+	}
+
+	printed, _, err := replay(t, smallTrace, append(args, "--plot", filepath.Join(dir, "missing", "out.svg"), "-")...)
+	if !errors.Is(err, fs.ErrNotExist) || !strings.Contains(printed, "cache_aware") {
+		t.Errorf("a file that cannot be written: %v, printed %q", err, printed)
+	}
+}
+
 func TestTable(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
@@ -270,6 +571,13 @@ cache_aware  61.5 %  100.0 %     0.83 s     0.50 s  2.00 s  2.00 s  3 to 3, most
 strategy     cached  of ceiling  TTFT mean  p50     p90     p99     requests by replica
 round_robin  0.0 %   –           0.10 s     0.10 s  0.10 s  0.10 s  0 to 1, most 2.00 × mean
 least_load   0.0 %   –           0.10 s     0.10 s  0.10 s  0.10 s  0 to 1, most 2.00 × mean
+`},
+		{"variants and disturbances", smallTrace, append(slices.Clone(smallArgs), "--replicas", "2", "--index-scale", "0,0.5", "--gateways", "2", "--engine-order", "priority",
+			"--fail", "0@10500ms+1s,0@12s+1s", "--join", "1@0s", "--slow", "0:0.5", "--rate-error", "2"), `3 requests in 20 s, 3328 prompt tokens; 2 replicas with caches of 4000 blocks of 512 tokens, prefill 512 tokens/s, decode 30 ms/token, --rate-error 2, --slow 0:0.5, --fail 0@10500ms+1s,0@12s+1s, --join 1@0s
+
+strategy     index       gateways  order     cached  of ceiling  TTFT mean  p50     p90     p99     herd   retried  cut off  requests by replica
+cache_aware  own limits  2         priority  0.0 %   0.0 %       3.67 s     4.00 s  4.00 s  4.00 s  0.0 s  1        0        1 to 2, most 1.33 × mean
+cache_aware  × 0.5       2         priority  0.0 %   0.0 %       3.67 s     4.00 s  4.00 s  4.00 s  0.0 s  1        0        1 to 2, most 1.33 × mean
 `},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -377,6 +685,26 @@ func TestErrors(t *testing.T) {
 		{"endless prefill rate", good, []string{"--prefill-rate", "Inf"}, "--prefill-rate +Inf: must be"},
 		{"negative decode time", good, []string{"--decode-ms", "-30"}, "--decode-ms -30: must be"},
 		{"no rate", good, []string{"--rate-scale", "0"}, "--rate-scale 0: must be"},
+		{"too small an index", good, []string{"--index-scale", "1,-1"}, "--index-scale -1: must be from 0 to 1000"},
+		{"no gateway", good, []string{"--gateways", "1,0"}, "--gateways 0: must be from 1 to 1024"},
+		{"unknown order", good, []string{"--engine-order", "fifo,lifo"}, `--engine-order "lifo": must be fifo or priority`},
+		{"negative rate error", good, []string{"--rate-error", "-1"}, "--rate-error -1: must be from 0 to 1000"},
+		{"slow replica without factor", good, []string{"--slow", "0"}, "--slow 0: must be replica:factor, such as 0:0.5, a factor from 0.01 to 100, with a replica from 0 to 7"},
+		{"slow replica that stands", good, []string{"--slow", "0:0"}, "--slow 0:0: must be"},
+		{"slow replica that is not there", good, []string{"--slow", "1:2,8:1"}, "--slow 8:1: must be"},
+		{"failure without end", good, []string{"--fail", "3@600s"}, "--fail 3@600s: must be replica@time+time, such as 3@600s+120s, with a replica from 0 to 7"},
+		{"failure of no time", good, []string{"--fail", "3@600s+0s"}, "--fail 3@600s+0s: must be"},
+		{"failure before the start", good, []string{"--fail", "3@-1s+5s"}, "--fail 3@-1s+5s: must be"},
+		{"failure of nobody", good, []string{"--fail", "x@1s+5s"}, "--fail x@1s+5s: must be"},
+		{"failure without unit", good, []string{"--fail", "3@600+120"}, "--fail 3@600+120: must be"},
+		{"failure during another", good, []string{"--fail", "3@600s+120s", "--fail", "3@700s+1s"}, "--fail 3@700s+1s: the replica is away at 11m40s"},
+		{"failure before it has joined", good, []string{"--fail", "3@600s+120s", "--join", "3@900s"}, "--fail 3@600s+120s: the replica is away at 10m0s"},
+		{"failure of all", good, []string{"--replicas", "2", "--fail", "0@1s+9s,1@2s+1s"}, "--fail 1@2s+1s: no other replica is there at 2s"},
+		{"join without time", good, []string{"--join", "7"}, "--join 7: must be replica@time, such as 7@900s, with a replica from 0 to 7"},
+		{"join after ages", good, []string{"--join", "7@9999999h"}, "--join 7@9999999h: must be"},
+		{"join twice", good, []string{"--join", "7@1s,7@2s"}, "--join 7@2s: the replica is there before 2s"},
+		{"join of all", good, []string{"--replicas", "1", "--join", "0@1s"}, "--join 0@1s: no replica is there at first"},
+		{"picture of another kind", good, []string{"--plot", "out.gif"}, "--plot out.gif: must end in .svg or .png"},
 		{"two traces", good, []string{"another"}, "one trace at most, not 2"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

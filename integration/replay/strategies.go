@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
@@ -16,7 +15,6 @@ type world struct {
 	loads    *selection.Loads
 	prefixes *selection.Prefixes
 	replicas int
-	now      func() time.Time // the virtual time, for strategies that predict when a replica will be free
 }
 
 // strategies are those that can be replayed, by the name that a configuration gives them.
@@ -65,7 +63,8 @@ func strategyNames() string {
 }
 
 // caddyPolicy lets one of Caddy's selection policies pick, for comparison. It serves those that look neither at the request nor at the
-// load, which Caddy counts where only its proxy can. Nothing is reserved, as such a policy would not see it.
+// load, which Caddy counts where only its proxy can. Nothing is reserved, as such a policy would not see it. To them all upstreams are alike: the
+// pool is as many as there are candidates.
 type caddyPolicy struct {
 	policy reverseproxy.Selector
 	pool   reverseproxy.UpstreamPool
@@ -80,8 +79,9 @@ func newCaddyPolicy(policy reverseproxy.Selector, w world) caddyPolicy {
 }
 
 // Pick implements [selection.Strategy].
-func (p caddyPolicy) Pick(*selection.Request, []selection.Candidate, *selection.Lease) (selection.Decision, bool) {
-	i := slices.Index(p.pool, p.policy.Select(p.pool, nil, nil))
+func (p caddyPolicy) Pick(_ *selection.Request, candidates []selection.Candidate, _ *selection.Lease) (selection.Decision, bool) {
+	pool := p.pool[:len(candidates)]
+	i := slices.Index(pool, p.policy.Select(pool, nil, nil))
 	return selection.Decision{Index: i, Reason: selection.ReasonFallback}, i >= 0
 }
 
