@@ -270,8 +270,10 @@ func (h *Handler) read(w http.ResponseWriter, r *http.Request, q *request) (*Rou
 // route finds the route of a request.
 func (h *Handler) route(parsed *prompt.Body, mayHaveModel bool) (*Route, error) {
 	switch {
-	case len(parsed.ModelSpans) > prompt.MaxModelSpans || len(parsed.PrioritySpans) > prompt.MaxModelSpans:
-		return nil, apiError{http.StatusBadRequest, "invalid_request_error", "ambiguous_body", "", "the request names its model or its priority too often"}
+	case len(parsed.ModelSpans) > prompt.MaxModelSpans:
+		return nil, apiError{http.StatusBadRequest, "invalid_request_error", "ambiguous_model", "model", "the request names its model too often"}
+	case len(parsed.PrioritySpans) > prompt.MaxModelSpans:
+		return nil, apiError{http.StatusBadRequest, "invalid_request_error", "ambiguous_priority", "priority", "the request names its priority too often"}
 	case parsed.HasModel:
 		if rt := h.routes[parsed.Model]; rt != nil {
 			return rt, nil
