@@ -32,21 +32,9 @@ type CacheAware struct {
 
 // Pick implements [Strategy].
 func (s *CacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
-	counted := req.counted()
-	if counted == 0 {
-		return withoutPrompt(s.Loads, req, candidates, lease)
-	}
-
-	s.Prefixes.mu.Lock()
-	defer s.Prefixes.mu.Unlock()
-	views := s.Prefixes.look(req, candidates)
-	d, ok := s.choose(req, candidates, views, counted, lease)
-	if !ok {
-		return d, false
-	}
-	d.Score = float64(views[d.Index].matched) / float64(counted)
-	s.Prefixes.record(req, &candidates[d.Index], views[d.Index], lease)
-	return d, true
+	return s.Prefixes.pick(s.Loads, req, candidates, lease, func(views []view) (Decision, bool) {
+		return s.choose(req, candidates, views, lease)
+	})
 }
 
 // tolerance is how many bytes of a prompt may be held more or less without a difference to the engine, which reuses whole blocks: 16 tokens, about 64 bytes,
@@ -55,10 +43,11 @@ func tolerance(counted int) int { return min(64, counted/64) }
 
 // choose picks and reserves. Holders whose shares differ by no more than tolerance bytes are equals, unless one has served the prompt before. The caller
 // holds the lock of the prefixes.
-func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, counted int, lease *Lease) (Decision, bool) {
+func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, lease *Lease) (Decision, bool) {
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
 
+	counted := req.counted()
 	reaches := func(v *view) bool { return float64(v.matched) >= s.Threshold*float64(counted) }
 	clears := func(v *view) bool { return v.continues || v.slot != noSlot && reaches(v) }
 	most, least, open := 0, 0.0, 0

@@ -27,27 +27,16 @@ const leastFull = 0.75
 
 // Pick implements [Strategy].
 func (s *LeastPrefill) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
-	counted := req.counted()
-	if counted == 0 {
-		return withoutPrompt(s.Loads, req, candidates, lease)
-	}
-	s.Prefixes.mu.Lock()
-	defer s.Prefixes.mu.Unlock()
-	views := s.Prefixes.look(req, candidates)
-	d, ok := s.choose(req, candidates, views, counted, lease)
-	if !ok {
-		return d, false
-	}
-	d.Score = float64(views[d.Index].matched) / float64(counted)
-	s.Prefixes.record(req, &candidates[d.Index], views[d.Index], lease)
-	return d, true
+	return s.Prefixes.pick(s.Loads, req, candidates, lease, func(views []view) (Decision, bool) {
+		return s.choose(req, candidates, views, lease)
+	})
 }
 
 // choose picks and reserves. The caller holds the lock of the prefixes.
-func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view, counted int, lease *Lease) (Decision, bool) {
+func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view, lease *Lease) (Decision, bool) {
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
-	now := s.Loads.clock()
+	now, counted := s.Loads.clock(), req.counted()
 	usual := s.Loads.usualRate()
 	fewerPrompts := func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
 	fullest := s.Prefixes.mostText(views)

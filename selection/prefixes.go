@@ -141,6 +141,25 @@ func (p *Prefixes) look(req *Request, candidates []Candidate) []view {
 	return p.views
 }
 
+// pick looks the prompt up for all candidates, has one chosen (and reserved), and records the prompt for it, all under the lock. A request without a
+// prompt goes by load.
+func (p *Prefixes) pick(loads *Loads, req *Request, candidates []Candidate, lease *Lease, choose func([]view) (Decision, bool)) (Decision, bool) {
+	counted := req.counted()
+	if counted == 0 {
+		return withoutPrompt(loads, req, candidates, lease)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	views := p.look(req, candidates)
+	d, ok := choose(views)
+	if !ok {
+		return d, false
+	}
+	d.Score = float64(views[d.Index].matched) / float64(counted)
+	p.record(req, &candidates[d.Index], views[d.Index], lease)
+	return d, true
+}
+
 // record records the prompt for the candidate that was picked, provisionally. The caller holds the lock.
 func (p *Prefixes) record(req *Request, c *Candidate, picked view, lease *Lease) {
 	if picked.slot != noSlot {
