@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime/metrics"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,11 +35,16 @@ func runChild() bool {
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		os.Exit(0)
 	}()
-	if role == "caddy" {
+	var err error
+	switch role {
+	case "caddy":
 		caddycmd.Main()
-		return true
+	case "replicas":
+		err = serveReplicas(os.Args[1])
+	default:
+		err = serveUpstreams()
 	}
-	if err := serveUpstreams(); err != nil {
+	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
@@ -97,6 +103,11 @@ func (p *process) wait(ctx context.Context, ready func() bool) error {
 	return nil
 }
 
+// cpu is the CPU time that the process has used, once it has ended.
+func (p *process) cpu() time.Duration {
+	return p.cmd.ProcessState.UserTime() + p.cmd.ProcessState.SystemTime()
+}
+
 // stop ends the process.
 func (p *process) stop() {
 	_ = p.stdin.Close()
@@ -117,17 +128,22 @@ const (
 // upstreams is how many addresses serve the model.
 const upstreams = 4
 
-// serveUpstreams serves the upstreams and prints their addresses as one line of JSON.
+// serveUpstreams serves the upstreams that answer at once.
 func serveUpstreams() error {
+	return serveAll(slices.Repeat([]http.Handler{http.HandlerFunc(answer)}, upstreams))
+}
+
+// serveAll serves each handler at an address of its own and prints the addresses as one line of JSON.
+func serveAll(handlers []http.Handler) error {
 	var addresses []string
 	failed := make(chan error)
-	for range upstreams {
+	for _, h := range handlers {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
 			return err
 		}
 		addresses = append(addresses, l.Addr().String())
-		go func() { failed <- http.Serve(l, http.HandlerFunc(answer)) }()
+		go func() { failed <- http.Serve(l, h) }()
 	}
 	if err := json.NewEncoder(os.Stdout).Encode(addresses); err != nil {
 		return err

@@ -54,7 +54,7 @@ func (o *outcome) add(other outcome) {
 func newClients(d *door, p *prompts) *clients {
 	c := &clients{prompts: p}
 	for i := range connections {
-		c.all = append(c.all, &client{address: d.addresses[i%len(d.addresses)]})
+		c.all = append(c.all, &client{address: d.addresses[i%len(d.addresses)], timeout: 30 * time.Second})
 	}
 	return c
 }
@@ -91,7 +91,8 @@ func (c *clients) close() {
 // client is one connection. It writes HTTP by itself, because a whole HTTP client would need as much of the machine as what is measured.
 type client struct {
 	address string
-	conn    net.Conn // nil when there is none
+	timeout time.Duration // of one request
+	conn    net.Conn      // nil when there is none
 	reader  *bufio.Reader
 	request []byte
 	body    []byte
@@ -100,11 +101,6 @@ type client struct {
 // send sends one request and adds what came of it.
 func (c *client) send(ctx context.Context, p *prompts, o *outcome) {
 	c.body = p.append(c.body[:0])
-	c.request = append(c.request[:0], "POST /v1/chat/completions HTTP/1.1\r\nHost: "+c.address+
-		"\r\nUser-Agent: bench\r\nAuthorization: Bearer key\r\nAccept: application/json\r\nContent-Type: application/json\r\nContent-Length: "...)
-	c.request = strconv.AppendInt(c.request, int64(len(c.body)), 10)
-	c.request = append(append(c.request, "\r\n\r\n"...), c.body...)
-
 	o.requests++
 	start := time.Now()
 	if err := c.exchange(ctx, o); err != nil {
@@ -115,8 +111,17 @@ func (c *client) send(ctx context.Context, p *prompts, o *outcome) {
 	o.times = append(o.times, time.Since(start))
 }
 
-// exchange sends the request and reads the answer to its end.
+// exchange sends c.body and reads the answer to its end.
 func (c *client) exchange(ctx context.Context, o *outcome) error {
+	return c.post(ctx, func(resp *http.Response) error { return readAnswer(resp, o) })
+}
+
+// post sends c.body and has the answer read, to its end, where it is not an error.
+func (c *client) post(ctx context.Context, read func(*http.Response) error) error {
+	c.request = append(c.request[:0], "POST /v1/chat/completions HTTP/1.1\r\nHost: "+c.address+
+		"\r\nUser-Agent: bench\r\nAuthorization: Bearer key\r\nAccept: application/json\r\nContent-Type: application/json\r\nContent-Length: "...)
+	c.request = strconv.AppendInt(c.request, int64(len(c.body)), 10)
+	c.request = append(append(c.request, "\r\n\r\n"...), c.body...)
 	if c.conn == nil {
 		conn, err := new(net.Dialer).DialContext(ctx, "tcp", c.address)
 		if err != nil {
@@ -124,7 +129,7 @@ func (c *client) exchange(ctx context.Context, o *outcome) error {
 		}
 		c.conn, c.reader = conn, bufio.NewReader(conn)
 	}
-	if err := c.conn.SetDeadline(time.Now().Add(30 * time.Second)); err != nil {
+	if err := c.conn.SetDeadline(time.Now().Add(c.timeout)); err != nil {
 		return err
 	}
 	conn := c.conn
@@ -141,11 +146,15 @@ func (c *client) exchange(ctx context.Context, o *outcome) error {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 200))
 		return fmt.Errorf("%s: %s", resp.Status, text)
 	}
+	return read(resp)
+}
+
+func readAnswer(resp *http.Response, o *outcome) error {
 	if reason := resp.Header.Get("X-Rolter-Reason"); reason != "" {
 		o.add(outcome{reasons: map[string]int{reason: 1}})
 	}
 	if resp.Header.Get("Content-Type") != "text/event-stream" {
-		_, err = io.Copy(io.Discard, resp.Body)
+		_, err := io.Copy(io.Discard, resp.Body)
 		return err
 	}
 	return readEvents(resp.Body, o)

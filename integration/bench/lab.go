@@ -24,7 +24,7 @@ var variants = []variant{
 	{"direct", nil},
 	{plain, reverseProxy("")},
 	{"buffered", reverseProxy("request_buffers 64MiB")},
-	{"rolter", handler("")},
+	{"rolter", handler("cache_aware", "")},
 	{"policy", reverseProxy("lb_policy rolter cache_aware")},
 }
 
@@ -34,8 +34,8 @@ const plain = "plain"
 // memoryVariants are those whose memory is measured.
 var memoryVariants = []variant{
 	{plain, reverseProxy("")},
-	{"rolter, max_bytes 2GiB", handler("max_bytes 2GiB")},
-	{"rolter, default max_bytes", handler("")},
+	{"rolter, max_bytes 2GiB", handler("cache_aware", "max_bytes 2GiB")},
+	{"rolter, default max_bytes", handler("cache_aware", "")},
 }
 
 // reverseProxy is a site with Caddy's own proxy.
@@ -45,15 +45,15 @@ func reverseProxy(option string) func(upstreams []string) string {
 	}
 }
 
-// handler is a site with Rolter's handler; the option is one of the route.
-func handler(option string) func(upstreams []string) string {
+// handler is a site with Rolter's handler; the strategy and the option are the route's.
+func handler(strategy, option string) func(upstreams []string) string {
 	return func(upstreams []string) string {
 		var providers, targets strings.Builder
 		for i, address := range upstreams {
 			fmt.Fprintf(&providers, "provider replica-%d http://%s\n", i, address)
 			fmt.Fprintf(&targets, "target replica-%d\n", i)
 		}
-		return fmt.Sprintf("rolter {\n%sroute %s {\nstrategy cache_aware\n%s%s\n}\n}", &providers, model, &targets, option)
+		return fmt.Sprintf("rolter {\n%sroute %s {\nstrategy %s\n%s%s\n}\n}", &providers, model, strategy, &targets, option)
 	}
 }
 
@@ -71,8 +71,8 @@ type door struct {
 	admin     string   // URL of the Caddy's admin endpoint
 }
 
-// newLab starts the upstreams and a Caddy for each variant that has one.
-func newLab(ctx context.Context, variants []variant) (l *lab, err error) {
+// newLab starts the upstreams, by the role that serves them, and a Caddy for each variant that has one.
+func newLab(ctx context.Context, variants []variant, role string, args ...string) (l *lab, err error) {
 	l = new(lab)
 	defer func() {
 		if err != nil {
@@ -82,7 +82,7 @@ func newLab(ctx context.Context, variants []variant) (l *lab, err error) {
 	if l.dir, err = os.MkdirTemp("", "rolter-bench-"); err != nil {
 		return l, err
 	}
-	addresses, err := l.startUpstreams()
+	addresses, err := l.startUpstreams(role, args)
 	if err != nil {
 		return l, fmt.Errorf("upstreams: %w", err)
 	}
@@ -98,9 +98,9 @@ func newLab(ctx context.Context, variants []variant) (l *lab, err error) {
 	return l, nil
 }
 
-func (l *lab) startUpstreams() (addresses []string, err error) {
+func (l *lab) startUpstreams(role string, args []string) (addresses []string, err error) {
 	r, w := io.Pipe()
-	p, err := startChild("upstreams", l.dir, w)
+	p, err := startChild(role, l.dir, w, args...)
 	if err != nil {
 		return nil, err
 	}

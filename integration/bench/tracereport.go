@@ -1,0 +1,272 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"runtime"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/rolter-ai/caddy-rolter/integration/replay"
+)
+
+// traceReport is what was measured with a trace. Times are those of the trace's world: what the clock on the wall says, times the scale.
+type traceReport struct {
+	Runs []traceRun `json:"runs"`
+
+	trace    *trace
+	options  traceOptions
+	replayed map[string]*replay.Result // by strategy; nil where it cannot be replayed
+}
+
+// traceRun is how one strategy did once: what package replay says of it, and where the times come from.
+type traceRun struct {
+	replay.Result
+	Round int `json:"round"`
+
+	// Replayed is the time to first token of the same requests in virtual time, without any HTTP, and ReplayedAsSent that of the requests when they
+	// were sent, not when they were due.
+	Replayed       *replay.TTFT `json:"replay_ttft_s,omitempty"`
+	ReplayedAsSent *replay.TTFT `json:"replay_as_sent_ttft_s,omitempty"`
+	// What of the time to first token passes outside of the replica's model: until the prompt has come to it, until it wakes up for the first
+	// token, until that has come to the client.
+	In   spanTimes `json:"in_s"`
+	Wake spanTimes `json:"wake_s"`
+	Out  spanTimes `json:"out_s"`
+	// Late is how long after it was due a request was sent, which is not part of its time to first token.
+	Late spanTimes `json:"late_s"`
+
+	CPU        cpuShares `json:"cpu_cores"`
+	Errors     int       `json:"errors"`
+	FirstError string    `json:"first_error,omitempty"`
+}
+
+// spanTimes are the mean and a high percentile, in seconds.
+type spanTimes struct {
+	Mean float64 `json:"mean"`
+	P99  float64 `json:"p99"`
+}
+
+// cpuShares is how many cores each process kept busy.
+type cpuShares struct {
+	Caddy    float64 `json:"caddy"`
+	Replicas float64 `json:"replicas"`
+	Client   float64 `json:"client"`
+}
+
+func (c cpuShares) all() float64 { return c.Caddy + c.Replicas + c.Client }
+
+// sumUp sums up a run.
+func sumUp(t *trace, visits []visit, o traceOptions) (run traceRun) {
+	run.Requests, run.CeilingTokens = len(visits), t.ceilingTokens
+	run.ByReplica = make([]replay.ReplicaShare, o.replicas.Count)
+	var ttft, in, wake, out, late []float64
+	for _, v := range visits {
+		if v.err != nil {
+			run.Errors++
+			if run.FirstError == "" {
+				run.FirstError = v.err.Error()
+			}
+			continue
+		}
+		prompt, cached := v.last.Usage.PromptTokens, v.last.Usage.PromptDetails.CachedTokens
+		run.PromptTokens += prompt
+		run.CachedTokens += cached
+		share := &run.ByReplica[v.first.Replica]
+		share.Requests++
+		share.PromptTokens += prompt
+		share.CachedTokens += cached
+		inTrace := func(d time.Duration) float64 { return d.Seconds() * o.timeScale }
+		ttft = append(ttft, inTrace(v.ttft))
+		in = append(in, inTrace(time.Unix(0, v.first.Submitted).Sub(v.sent)))
+		wake = append(wake, inTrace(time.Duration(v.first.Sent-v.first.Token)))
+		out = append(out, inTrace(v.seen.Sub(time.Unix(0, v.first.Sent))))
+		late = append(late, inTrace(v.late))
+	}
+	for _, span := range []struct {
+		times []float64
+		into  *spanTimes
+	}{{in, &run.In}, {wake, &run.Wake}, {out, &run.Out}, {late, &run.Late}} {
+		slices.Sort(span.times)
+		*span.into = spanTimes{mean(span.times), rank(span.times, 99)}
+	}
+	slices.Sort(ttft)
+	run.TTFT = replay.TTFT{Mean: mean(ttft), P50: rank(ttft, 50), P90: rank(ttft, 90), P99: rank(ttft, 99)}
+	return run
+}
+
+func mean(times []float64) float64 {
+	sum := 0.0
+	for _, t := range times {
+		sum += t
+	}
+	return sum / float64(max(len(times), 1))
+}
+
+// rank is a percentile by nearest rank, as package replay has them; 0 of none.
+func rank(sorted []float64, p int) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return sorted[(len(sorted)*p+99)/100-1]
+}
+
+// replay replays requests in virtual time with a strategy; nil where it cannot be replayed.
+func (o traceOptions) replay(ctx context.Context, strategy string, requests []*traceRequest) (*replay.Result, error) {
+	name := strings.TrimPrefix(strings.TrimPrefix(strategy, "reverse_proxy "), "rolter ")
+	if strategy == "direct" {
+		name = "round_robin"
+	}
+	var in, out bytes.Buffer
+	lines := json.NewEncoder(&in)
+	for _, r := range requests {
+		if err := lines.Encode(r); err != nil {
+			return nil, err
+		}
+	}
+	err := replay.Run(ctx, replay.Options{
+		Strategies:  []string{name},
+		Replicas:    o.replicas.Count,
+		CacheBlocks: o.replicas.CacheBlocks,
+		PrefillRate: o.replicas.PrefillRate,
+		DecodeMS:    o.replicas.DecodeMS,
+		RateScale:   o.rateScale,
+		JSON:        true,
+	}, []string{"-"}, &in, &out, io.Discard)
+	if err != nil && strings.HasPrefix(err.Error(), "--strategy ") {
+		return nil, nil
+	}
+	var report replay.Report
+	if err == nil {
+		err = json.Unmarshal(out.Bytes(), &report)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("replay: %w", err)
+	}
+	return &report.Runs[0], nil
+}
+
+// write writes the report as tables.
+func (r *traceReport) write(out io.Writer) error {
+	o, t := r.options, r.trace
+	last := t.requests[len(t.requests)-1].Timestamp / 1000 / o.rateScale
+	cache := fmt.Sprintf("caches of %d blocks of %d tokens", o.replicas.CacheBlocks, blockTokens)
+	if o.replicas.CacheBlocks == 0 {
+		cache = "unbounded caches"
+	}
+	fmt.Fprintf(out, "%d requests in %.0f s, %d prompt tokens; %d replicas with %s, prefill %v tokens/s, decode %v ms/token; %v × faster than life\n\n",
+		len(t.requests), last, t.promptTokens, o.replicas.Count, cache, o.replicas.PrefillRate, o.replicas.DecodeMS, o.timeScale)
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "strategy\tcached\tof ceiling\tTTFT mean\tp50\tp90\tp99\trequests by replica")
+	for _, s := range o.strategies {
+		for _, run := range r.of(s) {
+			writeResult(w, run.Result, run.Strategy)
+		}
+		if replayed := r.replayed[s]; replayed != nil {
+			writeResult(w, *replayed, "  replayed without HTTP")
+		}
+	}
+	fmt.Fprintln(w)
+	fmt.Fprintln(w, "strategy\tTTFT mean\treplayed as sent\tway in\twaking up\tway out\tsent late\tp99\tCPU caddy\treplicas\tclient\terrors")
+	for _, run := range r.Runs {
+		fmt.Fprintf(w, "%s\t%.2f s\t%s\t%.3f s\t%.3f s\t%.3f s\t%.3f s\t%.3f s\t%.2f cores\t%.2f\t%.2f\t%d\n", run.Strategy, run.TTFT.Mean, meanOf(run.ReplayedAsSent),
+			run.In.Mean, run.Wake.Mean, run.Out.Mean, run.Late.Mean, run.Late.P99, run.CPU.Caddy, run.CPU.Replicas, run.CPU.Client, run.Errors)
+	}
+	if o.rounds > 1 {
+		fmt.Fprintf(w, "\nTTFT mean of %d rounds\tmean\tlowest\thighest\treplayed\n", o.rounds)
+		for _, s := range o.strategies {
+			var means []float64
+			runs := r.of(s)
+			for _, run := range runs {
+				means = append(means, run.TTFT.Mean)
+			}
+			fmt.Fprintf(w, "%s\t%.2f s\t%.2f s\t%.2f s\t%s\n", s, mean(means), slices.Min(means), slices.Max(means), meanOf(runs[0].Replayed))
+		}
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	for _, run := range r.Runs {
+		if reason := run.overtaxed(o.timeScale); reason != "" {
+			if _, err := fmt.Fprintf(out, "\n%s, round %d: the machine could not keep up: %s. A lower --time-scale helps.\n", run.Strategy, run.Round, reason); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func meanOf(t *replay.TTFT) string {
+	if t == nil {
+		return "–"
+	}
+	return fmt.Sprintf("%.2f s", t.Mean)
+}
+
+// of are the runs of a strategy.
+func (r *traceReport) of(strategy string) (runs []traceRun) {
+	for _, run := range r.Runs {
+		if run.Strategy == strategy {
+			runs = append(runs, run)
+		}
+	}
+	return runs
+}
+
+func writeResult(w io.Writer, r replay.Result, name string) {
+	least, most := r.ByReplica[0].Requests, r.ByReplica[0].Requests
+	for _, share := range r.ByReplica {
+		least, most = min(least, share.Requests), max(most, share.Requests)
+	}
+	fmt.Fprintf(w, "%s\t%s\t%s\t%.2f s\t%.2f s\t%.2f s\t%.2f s\t%d to %d, most %.2f × mean\n",
+		name, percent(r.CachedTokens, r.PromptTokens), percent(r.CachedTokens, r.CeilingTokens),
+		r.TTFT.Mean, r.TTFT.P50, r.TTFT.P90, r.TTFT.P99, least, most, float64(most*len(r.ByReplica))/float64(r.Requests))
+}
+
+// percent is a share for the table; a trace in which nothing repeats has a ceiling of none.
+func percent(part, whole int64) string {
+	if whole == 0 {
+		return "–"
+	}
+	return fmt.Sprintf("%.1f %%", 100*float64(part)/float64(whole))
+}
+
+// Beyond these the figures are the machine's and not the strategy's. The times are means, of the clock on the wall.
+const (
+	mostBusy     = 0.75                  // of the cores
+	mostLate     = 10 * time.Millisecond // after a request is due
+	mostUnderWay = 5 * time.Millisecond  // in and out, and until the replica wakes up
+)
+
+// overtaxed says why the machine was too slow for the run; "" when it was not.
+func (run traceRun) overtaxed(timeScale float64) string {
+	onWall := func(s float64) time.Duration {
+		return time.Duration(s / timeScale * float64(time.Second)).Round(100 * time.Microsecond)
+	}
+	late, underWay := onWall(run.Late.Mean), onWall(run.In.Mean+run.Wake.Mean+run.Out.Mean)
+	busy := run.CPU.all() / float64(runtime.NumCPU())
+	switch {
+	case busy > mostBusy:
+		return fmt.Sprintf("%.0f %% of its CPU time was used", busy*100)
+	case late > mostLate:
+		return fmt.Sprintf("requests were sent %v late in the mean", late)
+	case underWay > mostUnderWay:
+		return fmt.Sprintf("requests and answers were under way for %v in the mean", underWay)
+	}
+	return ""
+}
+
+// failed is an error when requests failed.
+func (r *traceReport) failed() error {
+	for _, run := range r.Runs {
+		if run.Errors > 0 {
+			return fmt.Errorf("%s: %d requests failed, the first one with: %s", run.Strategy, run.Errors, run.FirstError)
+		}
+	}
+	return nil
+}
