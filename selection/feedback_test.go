@@ -187,3 +187,22 @@ func TestHostileFigures(t *testing.T) {
 	}
 	new(selection.Lease).Delivered(10, 10)
 }
+
+// A retry that is picked without a look at the prompt says nothing of the replica that failed before.
+func TestFeedbackIsForTheReplicaThatAnswers(t *testing.T) {
+	o := newOne(1000 * 2048)
+	prompt := make([]byte, 8192)
+	served := new(selection.Lease)
+	o.strategy.Pick(&selection.Request{Text: prompt}, []selection.Candidate{o.candidate}, served)
+	served.Answered(true)
+	served.Release()
+	for range 10 {
+		lease := new(selection.Lease)
+		o.strategy.Pick(&selection.Request{Text: prompt}, []selection.Candidate{o.candidate}, lease)
+		lease.Release() // it failed, and another took the request
+		lease.Delivered(2048, 0)
+	}
+	if n := o.prefixes.Prompts()["a"]; n != 1 {
+		t.Errorf("%d prompts are recorded for a replica that did not answer, want what it had served", n)
+	}
+}

@@ -83,7 +83,7 @@ func (l *Lease) Release() {
 	}
 	l.mu.Lock()
 	load := l.load
-	l.load = nil
+	l.load, l.predicted = nil, prediction{} // what was predicted of this replica is not to be held against the next
 	l.mu.Unlock()
 	if load == nil {
 		return

@@ -74,6 +74,9 @@ func (q *queue) current() int {
 // next begins with the work that is next, at some time.
 func (q *queue) next(at time.Duration) {
 	q.started, q.running = at, nil
+	if !q.byDeadline {
+		return
+	}
 	for _, w := range q.works {
 		if q.running == nil || w.deadline < q.running.deadline {
 			q.running = w
