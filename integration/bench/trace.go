@@ -1,12 +1,8 @@
 package main
 
 import (
-	"bufio"
-	"bytes"
 	"cmp"
-	"compress/gzip"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -94,13 +90,13 @@ func measureTrace(ctx context.Context, o traceOptions, progress io.Writer) (*tra
 		return nil, err
 	}
 	defer file.Close()
-	t, err := readTrace(file, o.first)
+	t, err := replay.ReadTrace(ctx, file, o.first)
 	if err != nil {
 		return nil, fmt.Errorf("trace %s: %w", o.file, err)
 	}
 	r := &traceReport{trace: t, options: o, replayed: make(map[string]*replay.Result)}
 	for _, strategy := range o.strategies {
-		if r.replayed[strategy], err = o.replay(ctx, strategy, t.requests); err != nil {
+		if r.replayed[strategy], err = o.replay(ctx, strategy, t.Requests); err != nil {
 			return nil, err
 		}
 	}
@@ -126,7 +122,7 @@ func measureTrace(ctx context.Context, o traceOptions, progress io.Writer) (*tra
 }
 
 // play starts replicas and a Caddy, both of which know nothing yet, and plays the trace once.
-func (o traceOptions) play(ctx context.Context, t *trace, strategy string) (run traceRun, err error) {
+func (o traceOptions) play(ctx context.Context, t *replay.Trace, strategy string) (run traceRun, err error) {
 	config, err := json.Marshal(o.replicas)
 	if err != nil {
 		return run, err
@@ -162,9 +158,9 @@ func (o traceOptions) play(ctx context.Context, t *trace, strategy string) (run 
 	l.close()
 	run = sumUp(t, visits, o)
 	run.Strategy = strategy
-	sent := make([]*traceRequest, len(visits))
+	sent := make([]*replay.Request, len(visits))
 	for i, v := range visits {
-		r := *t.requests[i]
+		r := *t.Requests[i]
 		r.Timestamp = max(v.at.Seconds()*1e3*o.rateScale*o.timeScale, 0)
 		sent[i] = &r
 	}
@@ -180,72 +176,6 @@ func (o traceOptions) play(ctx context.Context, t *trace, strategy string) (run 
 	return run, nil
 }
 
-const (
-	// blockTokens is the size of the blocks that the hash ids of a trace name.
-	blockTokens = 512
-
-	// bytesPerToken is the usual rule of thumb for English text.
-	bytesPerToken = 4
-)
-
-// trace is a list of requests by time of arrival.
-type trace struct {
-	requests      []*traceRequest
-	promptTokens  int64
-	ceilingTokens int64 // the prompt tokens that one infinite cache would hold already
-}
-
-// traceRequest is one line of a trace.
-type traceRequest struct {
-	Timestamp    float64  `json:"timestamp"`     // arrival, ms after the start of the trace
-	InputLength  int      `json:"input_length"`  // tokens of the prompt
-	OutputLength int      `json:"output_length"` // tokens of the answer
-	HashIDs      []uint64 `json:"hash_ids"`      // the prompt's blocks; the last may be partial
-}
-
-// readTrace reads the first requests of JSON lines, compressed with gzip or not, in order of arrival. What is wrong with a request beyond
-// its form is found when it is replayed.
-func readTrace(in io.Reader, first int) (*trace, error) {
-	buffered := bufio.NewReader(in)
-	in = buffered
-	if magic, _ := buffered.Peek(2); bytes.Equal(magic, []byte{0x1f, 0x8b}) {
-		unzipped, err := gzip.NewReader(buffered)
-		if err != nil {
-			return nil, err
-		}
-		in = unzipped
-	}
-	t := new(trace)
-	seen := make(map[uint64]bool)
-	lines := bufio.NewScanner(in)
-	lines.Buffer(nil, 1<<20)
-	for lines.Scan() && (first == 0 || len(t.requests) < first) {
-		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
-			continue
-		}
-		r := new(traceRequest)
-		if err := json.Unmarshal(lines.Bytes(), r); err != nil {
-			return nil, fmt.Errorf("request %d: %w", len(t.requests)+1, err)
-		}
-		for i, id := range r.HashIDs {
-			if seen[id] {
-				t.ceilingTokens += int64(min((i+1)*blockTokens, r.InputLength) - i*blockTokens)
-			}
-			seen[id] = true
-		}
-		t.promptTokens += int64(r.InputLength)
-		t.requests = append(t.requests, r)
-	}
-	if err := lines.Err(); err != nil {
-		return nil, err
-	}
-	if len(t.requests) == 0 {
-		return nil, errors.New("no requests")
-	}
-	slices.SortStableFunc(t.requests, func(a, b *traceRequest) int { return cmp.Compare(a.Timestamp, b.Timestamp) })
-	return t, nil
-}
-
 // Around the prompt's text in the body of a request, which needs no escapes.
 const (
 	beforeText = `{"model":"` + model + `","messages":[{"role":"user","content":"`
@@ -253,25 +183,9 @@ const (
 	bodyEnd    = `,"stream":true,"stream_options":{"include_usage":true}}`
 )
 
-// appendBody appends the request's body. The text is the one that is replayed: each block is a pseudo-random run of letters that depends on
-// its hash id alone.
-func (r *traceRequest) appendBody(b []byte) []byte {
-	b = append(b, beforeText...)
-	end := len(b) + r.InputLength*bytesPerToken
-	b = slices.Grow(b, r.InputLength*bytesPerToken+200)
-	for _, id := range r.HashIDs {
-		state := id * 0xd1342543de82ef95 // keeps the sequences of neighbouring ids apart
-		for range blockTokens * bytesPerToken / 8 {
-			if len(b) >= end {
-				break
-			}
-			// SplitMix64, four bits of each byte of which make a letter from a to p.
-			state += 0x9e3779b97f4a7c15
-			z := (state ^ state>>30) * 0xbf58476d1ce4e5b9
-			z = (z ^ z>>27) * 0x94d049bb133111eb
-			z ^= z >> 31
-			b = binary.LittleEndian.AppendUint64(b, z&0x0f0f0f0f0f0f0f0f+0x6161616161616161)
-		}
-	}
-	return fmt.Appendf(b[:end], "%s%d%s", afterText, max(r.OutputLength, 1), bodyEnd)
+// appendBody appends the body of a request, whose text is the one that is replayed.
+func appendBody(b []byte, r *replay.Request) []byte {
+	b = slices.Grow(b, r.InputLength*replay.BytesPerToken+200)
+	b = r.AppendText(append(b, beforeText...))
+	return fmt.Appendf(b, "%s%d%s", afterText, max(r.OutputLength, 1), bodyEnd)
 }

@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"github.com/rolter-ai/caddy-rolter/integration/replay"
 )
 
 // smallTrace writes a trace of so many requests, 10 of which come at the same moment: each begins with one of 5 shared blocks.
@@ -75,9 +77,9 @@ func TestTraceTable(t *testing.T) {
 
 // The replica finds in a body what the trace says.
 func TestTraceBody(t *testing.T) {
-	job := func(r traceRequest) []uint64 {
+	job := func(r replay.Request) []uint64 {
 		t.Helper()
-		body := r.appendBody(nil)
+		body := appendBody(nil, &r)
 		var request struct {
 			Model         string
 			Messages      []struct{ Role, Content string }
@@ -100,9 +102,9 @@ func TestTraceBody(t *testing.T) {
 		}
 		return j.Keys
 	}
-	a := job(traceRequest{0, 1030, 7, []uint64{1, 2, 3}})
-	b := job(traceRequest{0, 1024, 8, []uint64{1, 2}})
-	c := job(traceRequest{0, 1024, 8, []uint64{2, 2}})
+	a := job(replay.Request{InputLength: 1030, OutputLength: 7, HashIDs: []uint64{1, 2, 3}})
+	b := job(replay.Request{InputLength: 1024, OutputLength: 8, HashIDs: []uint64{1, 2}})
+	c := job(replay.Request{InputLength: 1024, OutputLength: 8, HashIDs: []uint64{2, 2}})
 	if a[0] != b[0] || a[1] != b[1] || c[0] == a[0] || c[1] == a[1] {
 		t.Errorf("keys %v, %v, %v", a, b, c)
 	}

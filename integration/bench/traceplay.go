@@ -11,11 +11,13 @@ import (
 	"net/http"
 	"sync"
 	"time"
+
+	"github.com/rolter-ai/caddy-rolter/integration/replay"
 )
 
 // player sends the requests of a trace when they are due, whether or not those before have been answered.
 type player struct {
-	trace  *trace
+	trace  *replay.Trace
 	door   *door
 	rate   float64 // how many times faster than in the trace
 	atOnce bool    // see traceOptions
@@ -49,13 +51,13 @@ func (p *player) play(ctx context.Context) []visit {
 			}
 		}
 	}()
-	visits := make([]visit, len(p.trace.requests))
+	visits := make([]visit, len(p.trace.Requests))
 	ready := make(chan *client, 32) // whose bodies are made before they are due
 	go func() {
 		defer close(ready)
-		for i, r := range p.trace.requests {
+		for i, r := range p.trace.Requests {
 			c := p.take(p.door.addresses[i%len(p.door.addresses)])
-			c.body = r.appendBody(c.body[:0])
+			c.body = appendBody(c.body[:0], r)
 			select {
 			case ready <- c:
 			case <-ctx.Done():
@@ -68,7 +70,7 @@ func (p *player) play(ctx context.Context) []visit {
 	start := time.Now().Add(100 * time.Millisecond)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	for i, r := range p.trace.requests {
+	for i, r := range p.trace.Requests {
 		c, ok := <-ready
 		if !ok {
 			return visits

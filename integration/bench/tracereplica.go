@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/rolter-ai/caddy-rolter/integration/replay"
 	"github.com/rolter-ai/caddy-rolter/integration/replica"
 )
 
@@ -57,7 +58,7 @@ func newSimulated(number int, c replicasConfig) *simulated {
 		MaxRunning:  math.MaxInt,
 	}
 	s.engine = replica.NewEngine(timing, replica.NewCache(c.CacheBlocks), func(blocks, promptTokens int) int {
-		return min(blocks*blockTokens, promptTokens) // a partial block counts the tokens it has
+		return min(blocks*replay.BlockTokens, promptTokens) // a partial block counts the tokens it has
 	})
 	s.wake = time.AfterFunc(time.Hour, s.tick)
 	return s
@@ -146,14 +147,14 @@ func newJob(body []byte) (*replica.Job, bool) {
 	rest, hasTokens := bytes.CutPrefix(rest, []byte(afterText[1:]))
 	digits, whole := bytes.CutSuffix(rest, []byte(bodyEnd))
 	tokens, err := strconv.Atoi(string(digits))
-	if !ok || !found || !hasTokens || !whole || err != nil || len(text)%bytesPerToken != 0 {
+	if !ok || !found || !hasTokens || !whole || err != nil || len(text)%replay.BytesPerToken != 0 {
 		return nil, false
 	}
-	job := &replica.Job{PromptTokens: len(text) / bytesPerToken, OutputTokens: tokens}
+	job := &replica.Job{PromptTokens: len(text) / replay.BytesPerToken, OutputTokens: tokens}
 	var hash maphash.Hash
 	hash.SetSeed(seed)
 	for len(text) > 0 {
-		n := min(blockTokens*bytesPerToken, len(text))
+		n := min(replay.BlockTokens*replay.BytesPerToken, len(text))
 		_, _ = hash.Write(text[:n]) // never fails
 		job.Keys = append(job.Keys, hash.Sum64())
 		text = text[n:]

@@ -19,7 +19,7 @@ import (
 type traceReport struct {
 	Runs []traceRun `json:"runs"`
 
-	trace    *trace
+	trace    *replay.Trace
 	options  traceOptions
 	replayed map[string]*replay.Result // by strategy; nil where it cannot be replayed
 }
@@ -62,8 +62,8 @@ type cpuShares struct {
 func (c cpuShares) all() float64 { return c.Caddy + c.Replicas + c.Client }
 
 // sumUp sums up a run.
-func sumUp(t *trace, visits []visit, o traceOptions) (run traceRun) {
-	run.Requests, run.CeilingTokens = len(visits), t.ceilingTokens
+func sumUp(t *replay.Trace, visits []visit, o traceOptions) (run traceRun) {
+	run.Requests, run.CeilingTokens = len(visits), t.CeilingTokens
 	run.ByReplica = make([]replay.ReplicaShare, o.replicas.Count)
 	var ttft, in, wake, out, late []float64
 	for _, v := range visits {
@@ -117,7 +117,7 @@ func rank(sorted []float64, p int) float64 {
 }
 
 // replay replays requests in virtual time with a strategy; nil where it cannot be replayed.
-func (o traceOptions) replay(ctx context.Context, strategy string, requests []*traceRequest) (*replay.Result, error) {
+func (o traceOptions) replay(ctx context.Context, strategy string, requests []*replay.Request) (*replay.Result, error) {
 	name := strings.TrimPrefix(strings.TrimPrefix(strategy, "reverse_proxy "), "rolter ")
 	if strategy == "direct" {
 		name = "round_robin"
@@ -154,13 +154,13 @@ func (o traceOptions) replay(ctx context.Context, strategy string, requests []*t
 // write writes the report as tables.
 func (r *traceReport) write(out io.Writer) error {
 	o, t := r.options, r.trace
-	last := t.requests[len(t.requests)-1].Timestamp / 1000 / o.rateScale
-	cache := fmt.Sprintf("caches of %d blocks of %d tokens", o.replicas.CacheBlocks, blockTokens)
+	last := t.Requests[len(t.Requests)-1].Timestamp / 1000 / o.rateScale
+	cache := fmt.Sprintf("caches of %d blocks of %d tokens", o.replicas.CacheBlocks, replay.BlockTokens)
 	if o.replicas.CacheBlocks == 0 {
 		cache = "unbounded caches"
 	}
 	fmt.Fprintf(out, "%d requests in %.0f s, %d prompt tokens; %d replicas with %s, prefill %v tokens/s, decode %v ms/token; %v × faster than life\n\n",
-		len(t.requests), last, t.promptTokens, o.replicas.Count, cache, o.replicas.PrefillRate, o.replicas.DecodeMS, o.timeScale)
+		len(t.Requests), last, t.PromptTokens, o.replicas.Count, cache, o.replicas.PrefillRate, o.replicas.DecodeMS, o.timeScale)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "strategy\tcached\tof ceiling\tTTFT mean\tp50\tp90\tp99\trequests by replica")
 	for _, s := range o.strategies {

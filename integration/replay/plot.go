@@ -61,7 +61,7 @@ func runLine(i int) draw.LineStyle {
 }
 
 // writePlot draws the runs into a file: on the left the distributions of the times, on the right a legend that goes on in bars.
-func writePlot(name string, t *trace, opts Options, report Report) error {
+func writePlot(name string, t *Trace, opts Options, report Report) error {
 	times, err := plotTimes(report.Runs)
 	if err != nil {
 		return err

@@ -251,7 +251,7 @@ func Run(ctx context.Context, opts Options, args []string, stdin io.Reader, stdo
 	return err
 }
 
-func loadTrace(ctx context.Context, opts Options, args []string, stdin io.Reader, stderr io.Writer) (*trace, error) {
+func loadTrace(ctx context.Context, opts Options, args []string, stdin io.Reader, stderr io.Writer) (*Trace, error) {
 	switch {
 	case len(args) > 1:
 		return nil, fmt.Errorf("one trace at most, not %d: %q", len(args), args)
@@ -270,7 +270,7 @@ func loadTrace(ctx context.Context, opts Options, args []string, stdin io.Reader
 		defer file.Close()
 		in = file
 	}
-	t, err := readTrace(ctx, in)
+	t, err := ReadTrace(ctx, in, 0)
 	if err != nil {
 		return nil, fmt.Errorf("trace %s: %w", name, err)
 	}
@@ -278,16 +278,16 @@ func loadTrace(ctx context.Context, opts Options, args []string, stdin io.Reader
 }
 
 // run replays the trace with a variant and sums up.
-func run(ctx context.Context, t *trace, v Variant, opts Options) (Result, error) {
+func run(ctx context.Context, t *Trace, v Variant, opts Options) (Result, error) {
 	s, err := simulate(ctx, t, v, opts)
 	if err != nil {
 		return Result{}, err
 	}
 	result := Result{
 		Variant:       v,
-		Requests:      len(t.requests),
-		PromptTokens:  t.promptTokens,
-		CeilingTokens: t.ceilingTokens,
+		Requests:      len(t.Requests),
+		PromptTokens:  t.PromptTokens,
+		CeilingTokens: t.CeilingTokens,
 		ByReplica:     make([]ReplicaShare, opts.Replicas),
 	}
 	for _, a := range s.attempts {
@@ -323,14 +323,14 @@ func summarize(times []float64) TTFT {
 }
 
 // setup says in one line what was replayed on what.
-func setup(t *trace, opts Options) string {
-	cache := fmt.Sprintf("caches of %d blocks of %d tokens", opts.CacheBlocks, blockTokens)
+func setup(t *Trace, opts Options) string {
+	cache := fmt.Sprintf("caches of %d blocks of %d tokens", opts.CacheBlocks, BlockTokens)
 	if opts.CacheBlocks == 0 {
 		cache = "unbounded caches"
 	}
-	last := t.requests[len(t.requests)-1].Timestamp / 1000 / opts.RateScale
+	last := t.Requests[len(t.Requests)-1].Timestamp / 1000 / opts.RateScale
 	line := fmt.Sprintf("%d requests in %.0f s, %d prompt tokens; %d replicas with %s, prefill %v tokens/s, decode %v ms/token",
-		len(t.requests), last, t.promptTokens, opts.Replicas, cache, opts.PrefillRate, opts.DecodeMS)
+		len(t.Requests), last, t.PromptTokens, opts.Replicas, cache, opts.PrefillRate, opts.DecodeMS)
 	for _, special := range []struct {
 		name  string
 		given bool
@@ -396,7 +396,7 @@ func columns(opts Options) []column {
 	return all
 }
 
-func printTable(out io.Writer, t *trace, opts Options, report Report) error {
+func printTable(out io.Writer, t *Trace, opts Options, report Report) error {
 	var text strings.Builder
 	fmt.Fprint(&text, setup(t, opts), "\n\n")
 	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)

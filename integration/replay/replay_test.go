@@ -106,7 +106,7 @@ func TestModel(t *testing.T) {
 		name     string
 		strategy string
 		args     []string
-		requests []request
+		requests []Request
 		ttft     []float64 // seconds
 		cached   []int     // tokens
 		replica  []int     // all on replica 0 when nil
@@ -114,7 +114,7 @@ func TestModel(t *testing.T) {
 		{
 			name:     "first come first served, and the cache is looked up when prefill starts",
 			strategy: "round_robin",
-			requests: []request{
+			requests: []Request{
 				{0, 1024, 1, []uint64{1, 2}},
 				{1000, 1024, 1, []uint64{1, 3}},     // waits 1 s; finds block 1, which was not there when it came
 				{3000, 1152, 1, []uint64{1, 2, 4}},  // a quarter of a block is new
@@ -126,7 +126,7 @@ func TestModel(t *testing.T) {
 		{
 			name:     "of requests that come together, the one that is first in the trace",
 			strategy: "round_robin",
-			requests: []request{
+			requests: []Request{
 				{5000, 512, 1, []uint64{2}},
 				{0, 512, 1, []uint64{1}},
 				{5000, 1024, 1, []uint64{3, 4}},
@@ -138,7 +138,7 @@ func TestModel(t *testing.T) {
 			name:     "the least recently used block is evicted, the last of a prompt before the others",
 			strategy: "round_robin",
 			args:     []string{"--cache-blocks", "3"},
-			requests: []request{
+			requests: []Request{
 				{0, 1024, 1, []uint64{1, 2}},
 				{10000, 1024, 1, []uint64{3, 4}}, // evicts 2
 				{20000, 1024, 1, []uint64{1, 2}}, // evicts 4
@@ -151,7 +151,7 @@ func TestModel(t *testing.T) {
 			name:     "twice the rate",
 			strategy: "round_robin",
 			args:     []string{"--rate-scale", "2"},
-			requests: []request{
+			requests: []Request{
 				{0, 1536, 1, []uint64{1, 2, 3}},
 				{4000, 512, 1, []uint64{4}}, // comes after 2 s and waits for 1
 			},
@@ -162,7 +162,7 @@ func TestModel(t *testing.T) {
 			name:     "a request is in flight until the last token of its answer",
 			strategy: "least_load",
 			args:     []string{"--replicas", "2"},
-			requests: []request{
+			requests: []Request{
 				{0, 512, 1, []uint64{1}},
 				{0, 512, 3, []uint64{2}},     // in flight until 3 s, first token at 1 s
 				{1500, 512, 1, []uint64{3}},  // until 2.5 s
@@ -177,7 +177,7 @@ func TestModel(t *testing.T) {
 			name:     "a warm replica is found by the text of the prompt",
 			strategy: "cache_aware",
 			args:     []string{"--replicas", "2"},
-			requests: []request{
+			requests: []Request{
 				{0, 1024, 1, []uint64{1, 2}},
 				{10000, 1024, 1, []uint64{3, 4}},
 				{20000, 1536, 1, []uint64{1, 2, 5}},
@@ -192,7 +192,7 @@ func TestModel(t *testing.T) {
 			name:     "a slow replica",
 			strategy: "least_load",
 			args:     []string{"--replicas", "2", "--slow", "1:0.5"},
-			requests: []request{
+			requests: []Request{
 				{0, 512, 1, []uint64{1}},
 				{0, 512, 1, []uint64{2}},
 			},
@@ -204,7 +204,7 @@ func TestModel(t *testing.T) {
 			name:     "a replica fails and returns empty",
 			strategy: "least_load",
 			args:     []string{"--replicas", "2", "--fail", "0@1500ms+10s"},
-			requests: []request{
+			requests: []Request{
 				{0, 512, 5, []uint64{1}},       // has its first token at 1 s, and no more than that after 1.5 s
 				{0, 512, 1, []uint64{2}},       //
 				{250, 1024, 1, []uint64{3, 4}}, // is being prefilled at 1.5 s: begins again on the second, when the next has left it at 2 s
@@ -220,7 +220,7 @@ func TestModel(t *testing.T) {
 			name:     "a replica that returns at the moment of an arrival, and one that fails then",
 			strategy: "least_load",
 			args:     []string{"--replicas", "2", "--fail", "1@5s+1s", "--fail", "0@1s+4s"},
-			requests: []request{
+			requests: []Request{
 				{0, 512, 1, []uint64{1}},
 				{1000, 512, 1, []uint64{2}},
 				{5000, 512, 1, []uint64{3}},
@@ -234,7 +234,7 @@ func TestModel(t *testing.T) {
 			name:     "a replica joins",
 			strategy: "round_robin",
 			args:     []string{"--replicas", "2", "--join", "0@5s"},
-			requests: []request{
+			requests: []Request{
 				{0, 512, 1, []uint64{1}},
 				{1000, 512, 1, []uint64{2}},
 				{5000, 512, 1, []uint64{1}},
@@ -248,7 +248,7 @@ func TestModel(t *testing.T) {
 			name:     "gateways do not know what others have sent",
 			strategy: "cache_aware",
 			args:     []string{"--replicas", "2", "--gateways", "2"},
-			requests: []request{
+			requests: []Request{
 				{0, 1024, 1, []uint64{1, 2}},
 				{10000, 1024, 1, []uint64{3, 4}}, // the first of the second gateway
 				{20000, 1536, 1, []uint64{3, 4, 5}},
@@ -286,7 +286,7 @@ func TestModel(t *testing.T) {
 			name:     "a record smaller than the cache",
 			strategy: "cache_aware",
 			args:     []string{"--replicas", "2", "--cache-blocks", "100", "--index-scale", "0.02"}, // two blocks
-			requests: []request{
+			requests: []Request{
 				{0, 1024, 1, []uint64{1, 2}},
 				{10000, 1024, 1, []uint64{3, 4}},
 				{20000, 1024, 1, []uint64{5, 6}}, // nobody's: to the first, whose record has room for nothing else
@@ -316,7 +316,7 @@ func TestModel(t *testing.T) {
 }
 
 // Three requests for one replica that prefills one block a second: the second has its deadline after 0.5 + 5 × 4 s, the third after 1 + 5 × 1 s.
-var deadlines = []request{
+var deadlines = []Request{
 	{0, 1024, 1, []uint64{1, 2}},
 	{500, 2048, 1, []uint64{3, 4, 5, 6}},
 	{1000, 512, 1, []uint64{7}},
@@ -343,7 +343,7 @@ func TestRateError(t *testing.T) {
 
 func TestFailuresAreCounted(t *testing.T) {
 	t.Parallel()
-	requests := []request{
+	requests := []Request{
 		{0, 512, 5, []uint64{1}},
 		{0, 512, 1, []uint64{2}},
 		{250, 1024, 1, []uint64{3, 4}},
@@ -383,7 +383,7 @@ func TestHerd(t *testing.T) {
 
 	// Four replicas, the last of which joins. Two blocks on one of them are above 3 × the mean until they are prefilled, those of before it came do not count,
 	// and a second busy replica ends it.
-	requests := []request{
+	requests := []Request{
 		{0, 4096, 1, []uint64{1, 2, 3, 4, 5, 6, 7, 8}},
 		{10_000, 1024, 1, []uint64{11, 12}},
 		{20_000, 2048, 1, []uint64{21, 22, 23, 24}},
@@ -403,7 +403,7 @@ func simulateLines(t *testing.T, lines string, args []string) *simulation {
 	if err := flags.Parse(args); err != nil {
 		t.Fatal(err)
 	}
-	trace, err := readTrace(t.Context(), strings.NewReader(lines))
+	trace, err := ReadTrace(t.Context(), strings.NewReader(lines), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -415,7 +415,7 @@ func simulateLines(t *testing.T, lines string, args []string) *simulation {
 }
 
 // lines renders requests as a trace.
-func lines(t *testing.T, requests []request) string {
+func lines(t *testing.T, requests []Request) string {
 	t.Helper()
 	var b strings.Builder
 	out := json.NewEncoder(&b)
@@ -624,11 +624,11 @@ func TestGeneratedTrace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var requests []request
-	for _, r := range generated.requests {
+	var requests []Request
+	for _, r := range generated.Requests {
 		requests = append(requests, *r)
 	}
-	read, err := readTrace(t.Context(), strings.NewReader(lines(t, requests)))
+	read, err := ReadTrace(t.Context(), strings.NewReader(lines(t, requests)), 0)
 	if err != nil || !reflect.DeepEqual(read, generated) {
 		t.Errorf("the generated trace reads as another one, or not: %v", err)
 	}
@@ -636,8 +636,8 @@ func TestGeneratedTrace(t *testing.T) {
 		t.Errorf("another seed gave the same trace, or %v", err)
 	}
 	perSecond := float64(len(requests)) / genSeconds
-	mean := float64(generated.promptTokens) / float64(len(requests))
-	ceiling := float64(generated.ceilingTokens) / float64(generated.promptTokens)
+	mean := float64(generated.PromptTokens) / float64(len(requests))
+	ceiling := float64(generated.CeilingTokens) / float64(generated.PromptTokens)
 	if perSecond < 2.5 || perSecond > 4 || mean < 10_000 || mean > 16_000 || ceiling < 0.4 || ceiling > 0.6 {
 		t.Errorf("%.2f requests a second of %.0f tokens with a ceiling of %.2f are not what is documented", perSecond, mean, ceiling)
 	}
@@ -786,10 +786,10 @@ func TestPercentilesAgainstCounting(t *testing.T) {
 func TestText(t *testing.T) {
 	t.Parallel()
 	text := func(tokens int, ids ...uint64) string {
-		return string((&request{InputLength: tokens, HashIDs: ids}).appendText([]byte("before ")))
+		return string((&Request{InputLength: tokens, HashIDs: ids}).AppendText([]byte("before ")))
 	}
 	whole := text(1300, 1, 2, 3)
-	if want := len("before ") + 1300*bytesPerToken; len(whole) != want {
+	if want := len("before ") + 1300*BytesPerToken; len(whole) != want {
 		t.Errorf("%d bytes, want %d", len(whole), want)
 	}
 	if !strings.HasPrefix(whole, text(1024, 1, 2)) || !strings.HasPrefix(whole, text(1023, 1, 2)) {

@@ -39,7 +39,7 @@ type gateway struct {
 
 // attempt is what became of a request.
 type attempt struct {
-	request *request
+	request *Request
 	arrived time.Duration // before any other attempt
 	gateway *gateway
 	replica int
@@ -50,7 +50,7 @@ type attempt struct {
 func (a *attempt) ttft() float64 { return (a.job.FirstToken - a.arrived).Seconds() }
 
 // simulate replays the trace.
-func simulate(ctx context.Context, t *trace, v Variant, opts Options) (*simulation, error) {
+func simulate(ctx context.Context, t *Trace, v Variant, opts Options) (*simulation, error) {
 	events, err := opts.disturbances()
 	if err != nil {
 		return nil, err
@@ -71,7 +71,7 @@ func simulate(ctx context.Context, t *trace, v Variant, opts Options) (*simulati
 	for range max(v.Gateways, 1) {
 		s.gateways = append(s.gateways, s.newGateway())
 	}
-	for i, r := range t.requests {
+	for i, r := range t.Requests {
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
@@ -97,7 +97,7 @@ func (s *simulation) prefillRate(i int) float64 {
 
 // cachedTokens is how many tokens of a prompt its leading blocks hold. The last block of a prompt in a trace has a hash id even when it
 // is partial, and counts the tokens it has.
-func cachedTokens(blocks, promptTokens int) int { return min(blocks*blockTokens, promptTokens) }
+func cachedTokens(blocks, promptTokens int) int { return min(blocks*BlockTokens, promptTokens) }
 
 func (s *simulation) newGateway() gateway {
 	tree := trie.New()
@@ -110,19 +110,19 @@ func (s *simulation) newGateway() gateway {
 	for i := range s.opts.Replicas {
 		c := selection.Candidate{Load: w.loads.Acquire(address(i)), Weight: 1, Member: w.prefixes.Join(address(i)), ByDeadline: s.variant.EngineOrder == string(replica.ByPriority)}
 		if s.opts.RateError > 0 {
-			c.Load.SetRate(s.opts.RateError * s.prefillRate(i) * bytesPerToken)
+			c.Load.SetRate(s.opts.RateError * s.prefillRate(i) * BytesPerToken)
 		}
 		g.candidates = append(g.candidates, c)
 	}
 	for slot := range tree.Slots() {
-		tree.SetMaxText(slot, int64(s.variant.IndexScale*float64(s.opts.CacheBlocks*blockTokens*bytesPerToken)))
+		tree.SetMaxText(slot, int64(s.variant.IndexScale*float64(s.opts.CacheBlocks*BlockTokens*BytesPerToken)))
 	}
 	return g
 }
 
 // send has the strategy pick a replica for a request, and the replica take it, as the gateway would.
 func (s *simulation) send(a *attempt) error {
-	s.text = a.request.appendText(s.text[:0])
+	s.text = a.request.AppendText(s.text[:0])
 	s.candidates = s.candidates[:0]
 	for _, i := range s.there {
 		s.candidates = append(s.candidates, a.gateway.candidates[i])

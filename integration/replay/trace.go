@@ -16,11 +16,11 @@ import (
 )
 
 const (
-	// blockTokens is the size of the blocks that the hash ids of a trace name.
-	blockTokens = 512
+	// BlockTokens is the size of the blocks that the hash ids of a trace name.
+	BlockTokens = 512
 
-	// bytesPerToken is the usual rule of thumb for English text.
-	bytesPerToken = 4
+	// BytesPerToken is the usual rule of thumb for English text.
+	BytesPerToken = 4
 
 	// Limits of one request, well above every public trace; they keep a broken line from taking all memory.
 	maxTokens      = 1 << 20
@@ -28,8 +28,8 @@ const (
 	maxLineBytes   = 1 << 20
 )
 
-// request is one line of a trace.
-type request struct {
+// Request is one line of a trace.
+type Request struct {
 	Timestamp    float64  `json:"timestamp"`     // arrival, ms after the start of the trace
 	InputLength  int      `json:"input_length"`  // tokens of the prompt
 	OutputLength int      `json:"output_length"` // tokens of the answer
@@ -37,16 +37,16 @@ type request struct {
 }
 
 // tokens is the length of the prompt's first blocks: the last block of a prompt counts only the tokens it has.
-func (r *request) tokens(blocks int) int { return min(blocks*blockTokens, r.InputLength) }
+func (r *Request) tokens(blocks int) int { return min(blocks*BlockTokens, r.InputLength) }
 
-// appendText appends the prompt's text: each block is a pseudo-random run of letters that depends on its hash id alone. Rendering
+// AppendText appends the prompt's text: each block is a pseudo-random run of letters that depends on its hash id alone. Rendering
 // is faster than keeping the text, of which a trace has hundreds of megabytes.
-func (r *request) appendText(text []byte) []byte {
-	text = slices.Grow(text, r.InputLength*bytesPerToken+8)
-	end := len(text) + r.InputLength*bytesPerToken
+func (r *Request) AppendText(text []byte) []byte {
+	text = slices.Grow(text, r.InputLength*BytesPerToken+8)
+	end := len(text) + r.InputLength*BytesPerToken
 	for _, id := range r.HashIDs {
 		state := id * 0xd1342543de82ef95 // keeps the sequences of neighbouring ids apart
-		for range blockTokens * bytesPerToken / 8 {
+		for range BlockTokens * BytesPerToken / 8 {
 			if len(text) >= end {
 				break
 			}
@@ -61,12 +61,13 @@ func (r *request) appendText(text []byte) []byte {
 	return text[:end]
 }
 
-// trace is a list of requests by time of arrival, and what can be said of them without a replica.
-type trace struct {
-	requests      []*request
-	promptTokens  int64
-	ceilingTokens int64 // the prompt tokens that one infinite cache would hold already
-	blocks        map[uint64]block
+// Trace is a list of requests by time of arrival, and what can be said of them without a replica.
+type Trace struct {
+	Requests      []*Request
+	PromptTokens  int64
+	CeilingTokens int64 // the prompt tokens that one infinite cache would hold already
+
+	blocks map[uint64]block // while requests are added
 }
 
 // block is what a hash id stands for: so many tokens behind that prefix.
@@ -76,7 +77,7 @@ type block struct {
 }
 
 // add appends a request, or says what is wrong with it.
-func (t *trace) add(r *request) error {
+func (t *Trace) add(r *Request) error {
 	switch {
 	case !(r.Timestamp >= 0 && r.Timestamp <= maxTimestampMS):
 		return fmt.Errorf("timestamp %v: must be from 0 to %v", r.Timestamp, float64(maxTimestampMS))
@@ -85,8 +86,8 @@ func (t *trace) add(r *request) error {
 	case r.OutputLength < 0 || r.OutputLength > maxTokens:
 		return fmt.Errorf("output_length %d: must be from 0 to %d", r.OutputLength, maxTokens)
 	}
-	if want := (r.InputLength + blockTokens - 1) / blockTokens; len(r.HashIDs) != want {
-		return fmt.Errorf("hash_ids has %d blocks: an input_length of %d has %d blocks of %d tokens", len(r.HashIDs), r.InputLength, want, blockTokens)
+	if want := (r.InputLength + BlockTokens - 1) / BlockTokens; len(r.HashIDs) != want {
+		return fmt.Errorf("hash_ids has %d blocks: an input_length of %d has %d blocks of %d tokens", len(r.HashIDs), r.InputLength, want, BlockTokens)
 	}
 	var parent uint64
 	for i, id := range r.HashIDs {
@@ -98,23 +99,23 @@ func (t *trace) add(r *request) error {
 		case known != b:
 			return fmt.Errorf("hash id %d stands for several blocks: an id must always have the same length and the same blocks before it", id)
 		default:
-			t.ceilingTokens += int64(b.tokens)
+			t.CeilingTokens += int64(b.tokens)
 		}
 		parent = id
 	}
-	t.promptTokens += int64(r.InputLength)
-	t.requests = append(t.requests, r)
+	t.PromptTokens += int64(r.InputLength)
+	t.Requests = append(t.Requests, r)
 	return nil
 }
 
 // finish sorts the requests by arrival; those that arrive together keep their order.
-func (t *trace) finish() {
+func (t *Trace) finish() {
 	t.blocks = nil
-	slices.SortStableFunc(t.requests, func(a, b *request) int { return cmp.Compare(a.Timestamp, b.Timestamp) })
+	slices.SortStableFunc(t.Requests, func(a, b *Request) int { return cmp.Compare(a.Timestamp, b.Timestamp) })
 }
 
-// readTrace reads JSON lines, compressed with gzip or not. Errors name the line.
-func readTrace(ctx context.Context, in io.Reader) (*trace, error) {
+// ReadTrace reads JSON lines, compressed with gzip or not: the first requests of them, or all for 0. Errors name the line.
+func ReadTrace(ctx context.Context, in io.Reader, first int) (*Trace, error) {
 	buffered := bufio.NewReader(in)
 	in = buffered
 	if magic, _ := buffered.Peek(2); bytes.Equal(magic, []byte{0x1f, 0x8b}) {
@@ -126,9 +127,9 @@ func readTrace(ctx context.Context, in io.Reader) (*trace, error) {
 	}
 	lines := bufio.NewScanner(in)
 	lines.Buffer(nil, maxLineBytes)
-	t := &trace{blocks: make(map[uint64]block)}
+	t := &Trace{blocks: make(map[uint64]block)}
 	line := 0
-	for lines.Scan() {
+	for (first == 0 || len(t.Requests) < first) && lines.Scan() {
 		line++
 		if err := ctx.Err(); err != nil {
 			return nil, err
@@ -136,7 +137,7 @@ func readTrace(ctx context.Context, in io.Reader) (*trace, error) {
 		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
 			continue
 		}
-		r := new(request)
+		r := new(Request)
 		err := json.Unmarshal(lines.Bytes(), r)
 		if err == nil {
 			err = t.add(r)
@@ -148,7 +149,7 @@ func readTrace(ctx context.Context, in io.Reader) (*trace, error) {
 	if err := lines.Err(); err != nil {
 		return nil, fmt.Errorf("line %d: %w", line+1, err)
 	}
-	if len(t.requests) == 0 {
+	if len(t.Requests) == 0 {
 		return nil, errors.New("no requests")
 	}
 	t.finish()
@@ -173,7 +174,7 @@ const (
 
 // generateTrace makes up a trace of the same form: conversations of several turns behind shared system prompts. Every turn's prompt is
 // the one before, its answer and a new message. The same seed gives the same trace.
-func generateTrace(seed uint64) (*trace, error) {
+func generateTrace(seed uint64) (*Trace, error) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	about := func(mean float64) int { return 1 + int(rng.ExpFloat64()*mean) }
 	var nextID uint64
@@ -185,7 +186,7 @@ func generateTrace(seed uint64) (*trace, error) {
 	}
 	grow := func(p *prompt, tokens int) {
 		p.tokens += tokens
-		for len(p.blocks) < p.tokens/blockTokens {
+		for len(p.blocks) < p.tokens/BlockTokens {
 			p.blocks = append(p.blocks, fresh())
 		}
 	}
@@ -194,19 +195,19 @@ func generateTrace(seed uint64) (*trace, error) {
 		grow(&systems[i], genSystemTokensLeast+rng.IntN(genSystemTokensMost-genSystemTokensLeast+1))
 	}
 
-	t := &trace{blocks: make(map[uint64]block)}
+	t := &Trace{blocks: make(map[uint64]block)}
 	for start := 0.0; start < genSeconds; start += rng.ExpFloat64() * genConversationGap {
 		p := systems[rng.IntN(len(systems))]
 		p.blocks = slices.Clone(p.blocks)
 		grow(&p, about(genFirstMessage))
 		for at := start; at < genSeconds && p.tokens <= genTokensMost; at += rng.ExpFloat64() * genThinkTime {
-			r := &request{
+			r := &Request{
 				Timestamp:    float64(int64(at * 1000)),
 				InputLength:  p.tokens,
 				OutputLength: about(genAnswer),
 				HashIDs:      slices.Clone(p.blocks),
 			}
-			if p.tokens%blockTokens > 0 {
+			if p.tokens%BlockTokens > 0 {
 				r.HashIDs = append(r.HashIDs, fresh())
 			}
 			if err := t.add(r); err != nil {
