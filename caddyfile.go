@@ -37,12 +37,19 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	        api_key   <key>
 //	        metrics   auto|off
 //	        engine_priority on|off|trust_client
-//	        kv_events <endpoint> {
-//	            topic <prefix>
+//	        kv_events <endpoint>|auto {
+//	            topic      <prefix>
+//	            replay     <endpoint>
+//	            ranks      <number>
+//	            max_blocks <number>
 //	        }
 //	        lmcache <url> {
-//	            refresh <duration>
-//	            stale   <duration>
+//	            kind     auto|json|mp|prometheus|controller|coordinator
+//	            refresh  <duration>
+//	            stale    <duration>
+//	            timeout  <duration>
+//	            capacity <size>
+//	            instance <name>
 //	        }
 //	    }
 //	    route <model> {
@@ -57,6 +64,7 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	            weight  <weight>
 //	            load    <weight>
 //	            prefix  <weight>
+//	            lmcache <weight>
 //	        }
 //	        session_header  <name>
 //	        session_ttl     <duration>
@@ -64,6 +72,8 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	        max_tokens      auto|<number>
 //	        max_nodes       <number>
 //	        max_bytes       <size>
+//	        tokenize         on|off
+//	        tokenize_timeout <duration>
 //	        reverse_proxy {
 //	            # every subdirective of reverse_proxy but to, dynamic and lb_policy
 //	        }
@@ -170,6 +180,12 @@ func (k *KVEvents) parse(d *caddyfile.Dispenser) error {
 		switch key {
 		case "topic":
 			k.Topic, err = arg(d)
+		case "replay":
+			k.Replay, err = arg(d)
+		case "ranks":
+			k.Ranks, err = integerArg(d)
+		case "max_blocks":
+			k.MaxBlocks, err = integerArg(d)
 		default:
 			err = d.Errf("kv_events: unrecognized subdirective '%s'", key)
 		}
@@ -189,10 +205,18 @@ func (l *LMCache) parse(d *caddyfile.Dispenser) error {
 			return err
 		}
 		switch key {
+		case "kind":
+			l.Kind, err = arg(d)
 		case "refresh":
 			l.Refresh, err = durationArg(d)
 		case "stale":
 			l.Stale, err = durationArg(d)
+		case "timeout":
+			l.Timeout, err = durationArg(d)
+		case "capacity":
+			l.Capacity, err = sizeArg(d)
+		case "instance":
+			l.Instance, err = arg(d)
 		default:
 			err = d.Errf("lmcache: unrecognized subdirective '%s'", key)
 		}
@@ -226,6 +250,10 @@ func (h *Handler) parseRoute(d *caddyfile.Dispenser) error {
 		case known:
 		case key == "strategy":
 			err = rt.parseStrategy(d)
+		case key == "tokenize":
+			rt.Tokenize, err = switchArg(d)
+		case key == "tokenize_timeout":
+			rt.TokenizeTimeout, err = durationArg(d)
 		case key == "reverse_proxy":
 			rt.ReverseProxy = new(reverseproxy.Handler)
 			err = rt.ReverseProxy.UnmarshalCaddyfile(d.NewFromNextSegment())

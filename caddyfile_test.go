@@ -226,7 +226,7 @@ func TestPolicyCaddyfileMistakes(t *testing.T) {
 		{"two strategies", "cache_aware least_load", []string{"wrong argument count", "least_load"}},
 		{"unknown strategy", "cash_aware", []string{`strategy "cash_aware"`, "cache_aware", "least_load"}},
 		{"strategy of Caddy's", "round_robin", []string{`strategy "round_robin"`, "cache_aware", "least_load"}},
-		{"strategy that is not there yet", "lmcache_aware", []string{`strategy "lmcache_aware"`, "not available"}},
+		{"strategy that needs providers", "lmcache_aware", []string{`strategy "lmcache_aware"`, "providers"}},
 		{"unknown subdirective", "{\nmax_turns 5\n}", []string{"rolter", "unrecognized subdirective", "max_turns"}},
 		{"threshold twice", "{\nthreshold 0.1\nthreshold 0.2\n}", []string{"threshold already specified"}},
 		{"threshold above 1", "{\nthreshold 50\n}", []string{"threshold 50"}},

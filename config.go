@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"maps"
+	"math"
 	"net"
 	"net/http"
 	"net/url"
@@ -41,7 +42,7 @@ type Provider struct {
 	// The KV event stream of the replica, for `precise_cache_aware`.
 	KVEvents *KVEvents `json:"kv_events,omitempty"`
 
-	// The LMCache controller of the replica, for `lmcache_aware`.
+	// The LMCache of the replica.
 	LMCache *LMCache `json:"lmcache,omitempty"`
 
 	// Whether requests carry the field `priority`, by which an engine that runs with `--scheduling-policy priority` takes waiting requests: short
@@ -57,7 +58,10 @@ type Provider struct {
 
 	dial   string // address to dial
 	scheme string
-	path   string // prefix of the request path, without a slash at the end
+	path   string       // prefix of the request path, without a slash at the end
+	feed   *feed        // of KV events; nil where there are none
+	outer  *outerSource // its LMCache; nil where there is none
+	tokens *tokenSource
 }
 
 // Values of a provider's metrics.
@@ -66,29 +70,79 @@ const (
 	metricsOff  = "off"
 )
 
-// KVEvents is where an engine publishes what its KV cache holds.
-//
-// EXPERIMENTAL: it is checked but not used yet.
+// KVEvents is where an engine publishes what its KV cache holds: vLLM's `--kv-events-config`, SGLang's too.
 type KVEvents struct {
-	// The `tcp://host:port` of the publisher.
+	// The `tcp://host:port` of the publisher, or `auto`: the replica is asked where it publishes (`/kv_event_sources`, or `/server_info`).
 	Endpoint string `json:"endpoint,omitempty"`
+
+	// The `tcp://host:port` from which what was missed is fetched. Default: what the replica says, if it is asked for its own endpoint or names the one above.
+	Replay string `json:"replay,omitempty"`
 
 	// Only messages whose topic starts with this are read. Default: all.
 	Topic string `json:"topic,omitempty"`
+
+	// The number of data-parallel ranks of the engine. Each publishes at a port of its own: the endpoint's + the number of the rank. Requests are routed to
+	// ranks, by the header `X-data-parallel-rank`. Default: what the replica says, or 1.
+	Ranks int `json:"ranks,omitempty"`
+
+	// The most KV blocks that are kept for each rank; what is stored beyond them is not taken in. Default: `1000000`.
+	MaxBlocks int `json:"max_blocks,omitempty"`
 }
 
-// LMCache is where an LMCache controller tells how full the cache is.
-//
-// EXPERIMENTAL: it is checked but not used yet.
-type LMCache struct {
-	// The URL that is polled.
-	Endpoint string `json:"endpoint,omitempty"`
+// eventsAuto is the endpoint that says to ask the replica.
+const eventsAuto = "auto"
 
-	// How often it is polled. Default: `2s`.
-	Refresh caddy.Duration `json:"refresh,omitempty"`
+// maxRanks bounds the data-parallel ranks of an engine.
+const maxRanks = 1024
 
-	// After how long without an answer the value is unknown. Default: `10s`. It cannot be shorter than `refresh`.
-	Stale caddy.Duration `json:"stale,omitempty"`
+// validate checks the stream. Errors name the key and the value.
+func (k *KVEvents) validate(policy egress.Policy) error {
+	if k.Endpoint != eventsAuto {
+		if err := checkStream(policy, "kv_events.endpoint", k.Endpoint, k.Ranks); err != nil {
+			return err
+		}
+	}
+	if k.Replay != "" {
+		if err := checkStream(policy, "kv_events.replay", k.Replay, k.Ranks); err != nil {
+			return err
+		}
+	}
+	if k.Ranks < 0 || k.Ranks > maxRanks {
+		return fmt.Errorf("kv_events.ranks %d: must be from 1 to %d", k.Ranks, maxRanks)
+	}
+	if k.MaxBlocks < 0 {
+		return fmt.Errorf("kv_events.max_blocks %d: must not be negative", k.MaxBlocks)
+	}
+	return nil
+}
+
+// checkStream checks the endpoint of a stream, and that there are ports for all ranks.
+func checkStream(policy egress.Policy, key, endpoint string, ranks int) error {
+	host, port, err := splitStream(endpoint)
+	if err != nil {
+		return fmt.Errorf("%s %q: must be tcp://host:port", key, endpoint)
+	}
+	if port+ranks-1 > math.MaxUint16 {
+		return fmt.Errorf("%s %q: there are no ports for %d ranks from there", key, endpoint, ranks)
+	}
+	return checkEndpoint(policy, key, endpoint, host)
+}
+
+// splitStream takes tcp://host:port apart.
+func splitStream(endpoint string) (host string, port int, err error) {
+	address, ok := strings.CutPrefix(endpoint, "tcp://")
+	if !ok {
+		return "", 0, errors.New("must begin with tcp://")
+	}
+	host, digits, err := net.SplitHostPort(address)
+	if err != nil {
+		return "", 0, err
+	}
+	if host == "" || host == "*" || !validPort(digits) {
+		return "", 0, errors.New("must name a host and a port")
+	}
+	port, err = strconv.Atoi(digits)
+	return host, port, err
 }
 
 // Egress says which endpoints Rolter may contact. Link-local addresses and the metadata services of clouds are denied unless switched on here.
@@ -122,8 +176,28 @@ type Target struct {
 
 	provider *Provider
 	member   *member
+	group    *group
+	ranks    atomic.Pointer[[]*member] // where the provider's engine has several
 	weight   float64
 }
+
+// ranked is the target's members by the ranks of its engine.
+func (t *Target) ranked(n int) []*member {
+	if known := t.ranks.Load(); known != nil && len(*known) == n {
+		return *known
+	}
+	members := make([]*member, n)
+	for rank := range members {
+		id := t.member.identity
+		id.rank, id.ranks = rank, n
+		members[rank] = t.group.get(id)
+	}
+	t.ranks.Store(&members)
+	return members
+}
+
+// rankHeader chooses the rank of an engine that has several. Without it they take turns, whatever is in their caches.
+const rankHeader = "X-Data-Parallel-Rank"
 
 // Tuning holds the parameters of the strategies.
 type Tuning struct {
@@ -201,6 +275,9 @@ type ScoreWeights struct {
 
 	// The share of the prompt that the replica was sent before. Default: `1`.
 	Prefix *float64 `json:"prefix,omitempty"`
+
+	// How much room there is in the replica's LMCache. Default: `0`, because caches that are warm have little.
+	LMCache *float64 `json:"lmcache,omitempty"`
 }
 
 // each calls f with every weight by its name.
@@ -209,6 +286,7 @@ func (w *ScoreWeights) each(f func(key string, weight **float64)) {
 	f("weight", &w.Weight)
 	f("load", &w.Load)
 	f("prefix", &w.Prefix)
+	f("lmcache", &w.LMCache)
 }
 
 func (t *Tuning) validate() (err error) {
@@ -289,7 +367,7 @@ type means struct {
 	observed bool
 }
 
-// strategies builds Rolter's strategies by name; those that are promised and not there yet are nil.
+// strategies builds Rolter's strategies by name.
 var strategies = map[string]func(means) selection.Strategy{
 	strategyCacheAware: func(m means) selection.Strategy {
 		return &selection.CacheAware{
@@ -312,33 +390,36 @@ var strategies = map[string]func(means) selection.Strategy{
 			{Scorer: selection.StaticWeight{}, Weight: or(weights.Weight, 1)},
 			{Scorer: selection.InFlightLoad{}, Weight: or(weights.Load, 1)},
 			{Scorer: selection.PrefixAffinity{}, Weight: or(weights.Prefix, 1)},
+			{Scorer: selection.OuterCache{}, Weight: or(weights.LMCache, 0)},
 		}}
 	},
-	strategyPreciseCacheAware: nil,
-	strategyLMCacheAware:      nil,
+	strategyPreciseCacheAware: func(m means) selection.Strategy {
+		return &selection.PreciseCacheAware{
+			Loads:          loads,
+			OverloadMargin: or(m.OverloadMargin, selection.DefaultOverloadMargin),
+			OverloadRatio:  or(m.OverloadRatio, selection.DefaultOverloadRatio),
+			Unobserved:     !m.observed,
+		}
+	},
+	strategyLMCacheAware: func(means) selection.Strategy { return selection.LMCacheAware{Loads: loads} },
+}
+
+// needsProviders says whether a strategy goes by what providers tell.
+func needsProviders(strategy string) bool {
+	return strategy == strategyPreciseCacheAware || strategy == strategyLMCacheAware
 }
 
 // newStrategy builds one of Rolter's own strategies; known is false when the name is not one of them.
-func newStrategy(name string, m means) (strategy selection.Strategy, known bool, err error) {
+func newStrategy(name string, m means) (strategy selection.Strategy, known bool) {
 	build, known := strategies[name]
-	switch {
-	case !known:
-		return nil, false, nil
-	case build == nil:
-		return nil, true, fmt.Errorf("strategy %q: not available in this version", name)
+	if !known {
+		return nil, false
 	}
-	return build(m), true, nil
+	return build(m), true
 }
 
-// ownStrategies lists Rolter's strategies that are available.
-func ownStrategies() (names []string) {
-	for _, name := range slices.Sorted(maps.Keys(strategies)) {
-		if strategies[name] != nil {
-			names = append(names, name)
-		}
-	}
-	return names
-}
+// ownStrategies lists Rolter's strategies.
+func ownStrategies() []string { return slices.Sorted(maps.Keys(strategies)) }
 
 // policyNamespace is where Caddy's selection policies are registered.
 const policyNamespace = "http.reverse_proxy.selection_policies"
@@ -400,38 +481,13 @@ func (p *Provider) provision(policy egress.Policy) error {
 		return err
 	}
 	if p.KVEvents != nil {
-		endpoint := p.KVEvents.Endpoint
-		address, ok := strings.CutPrefix(endpoint, "tcp://")
-		if !ok {
-			return fmt.Errorf("kv_events.endpoint %q: must be tcp://host:port", endpoint)
-		}
-		if host, port, err := net.SplitHostPort(address); err != nil || host == "" || !validPort(port) {
-			return fmt.Errorf("kv_events.endpoint %q: must be tcp://host:port", endpoint)
-		}
-		if err := checkEndpoint(policy, "kv_events.endpoint", endpoint, address); err != nil {
+		if err := p.KVEvents.validate(policy); err != nil {
 			return err
 		}
 	}
-	if l := p.LMCache; l != nil {
-		u, err := url.Parse(l.Endpoint)
-		if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
-			return fmt.Errorf("lmcache.endpoint %q: must be an http or https URL", redactedURL(l.Endpoint))
-		}
-		if err := checkEndpoint(policy, "lmcache.endpoint", redactedURL(l.Endpoint), u.Host); err != nil {
+	if p.LMCache != nil {
+		if err := p.LMCache.validate(policy); err != nil {
 			return err
-		}
-		if l.Refresh < 0 || l.Stale < 0 {
-			return fmt.Errorf("lmcache.refresh %v, lmcache.stale %v: must not be negative", time.Duration(l.Refresh), time.Duration(l.Stale))
-		}
-		refresh, stale := time.Duration(l.Refresh), time.Duration(l.Stale)
-		if refresh == 0 {
-			refresh = 2 * time.Second
-		}
-		if stale == 0 {
-			stale = 10 * time.Second
-		}
-		if stale < refresh {
-			return fmt.Errorf("lmcache.stale %v: must not be shorter than lmcache.refresh %v", stale, refresh)
 		}
 	}
 	return nil

@@ -32,8 +32,9 @@ import (
 // `{http.rolter.model}` | The model name that the client asked for
 // `{http.rolter.strategy}` | The strategy of the route
 // `{http.rolter.target}` | The provider that was chosen at the latest attempt
-// `{http.rolter.reason}` | Why: `cache`, `continuation`, `overloaded`, `cold`, `no_prompt`, `session`, `pipeline`, `least_prefill`, `only_candidate` or `fallback`
+// `{http.rolter.reason}` | Why: `cache`, `continuation`, `overloaded`, `cold`, `no_prompt`, `session`, `pipeline`, `least_prefill`, `only_candidate`, `no_tokens`, `no_signal` or `fallback`
 // `{http.rolter.score}` | The share of the prompt, from 0 to 1, that the target was sent before
+// `{http.rolter.predicted}` | The tokens of the prompt that the target's engine has cached by its KV events, empty where they do not tell
 // `{http.rolter.load}` | The requests that were in flight at the target
 // `{http.rolter.attempt}` | The number of the latest attempt, from 1
 type Handler struct {
@@ -53,6 +54,7 @@ type Handler struct {
 	DecisionHeaders *bool `json:"decision_headers,omitempty"`
 
 	routes    map[string]*Route
+	feeds     []*feedSource
 	byDefault *Route // for requests without a model, where there is no choice
 	logger    *zap.Logger
 }
@@ -104,8 +106,18 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 			app := app.(*App)
 			app.sources = append(app.sources, newSource(p, policy, h.logger))
 		}
-		if p.KVEvents != nil || p.LMCache != nil {
-			h.logger.Warn("kv_events and lmcache are checked but not used in this version", zap.String("provider", p.Name))
+		p.tokens = newTokenSource(p)
+		if p.KVEvents != nil {
+			source := newFeedSource(p, policy, h.logger)
+			p.feed = source.feed
+			h.feeds = append(h.feeds, source)
+			app := app.(*App)
+			app.feeds = append(app.feeds, source)
+		}
+		if p.LMCache != nil {
+			p.outer = newOuterSource(p, policy, h.logger)
+			app := app.(*App)
+			app.outers = append(app.outers, p.outer)
 		}
 	}
 	if len(h.Routes) == 0 {
@@ -140,6 +152,9 @@ func (h *Handler) Cleanup() error {
 		if rt != nil {
 			errs = append(errs, rt.cleanup())
 		}
+	}
+	for _, source := range h.feeds {
+		feeds.leave(source)
 	}
 	return errors.Join(errs...)
 }
@@ -217,6 +232,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 
 // read reads the body of the request into q and finds its route. The errors are for the client: an [apiError], or one that already has a status.
 func (h *Handler) read(w http.ResponseWriter, r *http.Request, q *request) (*Route, error) {
+	q.tokenHeader = r.Header[tokenIDsHeader]
 	r.Header.Del(tokenIDsHeader)
 	if r.ContentLength > h.MaxBody {
 		return nil, h.tooLarge(r)
@@ -274,6 +290,8 @@ func (h *Handler) route(parsed *prompt.Body, mayHaveModel bool) (*Route, error) 
 		return nil, apiError{http.StatusBadRequest, "invalid_request_error", "ambiguous_model", "model", "the request names its model too often"}
 	case len(parsed.PrioritySpans) > prompt.MaxModelSpans:
 		return nil, apiError{http.StatusBadRequest, "invalid_request_error", "ambiguous_priority", "priority", "the request names its priority too often"}
+	case len(parsed.ReportModeSpans) > prompt.MaxModelSpans:
+		return nil, apiError{http.StatusBadRequest, "invalid_request_error", "ambiguous_report_mode", "vllm_xargs", "the request names its kv_cache_report_mode too often"}
 	case parsed.HasModel:
 		if rt := h.routes[parsed.Model]; rt != nil {
 			return rt, nil

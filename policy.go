@@ -76,10 +76,10 @@ func (p *Policy) Provision(ctx caddy.Context) error {
 		return err
 	}
 	p.group = group
-	strategy, known, err := newStrategy(p.Strategy, means{&p.Tuning, group.prefixes, false})
-	if err != nil {
-		return err
+	if needsProviders(p.Strategy) {
+		return fmt.Errorf("strategy %q: needs providers, which only the handler rolter has", p.Strategy)
 	}
+	strategy, known := newStrategy(p.Strategy, means{&p.Tuning, group.prefixes, false})
 	if !known {
 		return fmt.Errorf("strategy %q: unknown; there are %s (for a policy of Caddy's, name it instead of rolter)", p.Strategy, strings.Join(ownStrategies(), ", "))
 	}
@@ -132,7 +132,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if i < 0 {
 		return nil
 	}
-	q.resend(r, q.partsFor("", nil))
+	q.resend(r, q.partsFor("", nil, false))
 	q.name(pool[i].Dial)
 	if w != nil && or(p.DecisionHeaders, true) {
 		q.said.Load().setHeaders(w.Header())

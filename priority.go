@@ -71,7 +71,7 @@ func (q *request) selectAgain(rt *Route) int {
 			continue
 		}
 		q.lease.Release()
-		d, ok := selection.LeastLoad{Loads: loads}.Pick(&q.asked, []selection.Candidate{{Load: t.member.load, Weight: t.weight}}, &q.lease)
+		d, ok := selection.LeastLoad{Loads: loads}.Pick(&q.asked, []selection.Candidate{{Load: q.member.load, Weight: t.weight}}, &q.lease)
 		if !ok {
 			return -1
 		}
@@ -86,7 +86,8 @@ func (q *request) selectAgain(rt *Route) int {
 
 // answered takes in the status of the answer that goes to the client.
 func (q *request) answered(status int) {
-	q.lease.Answered(status < http.StatusBadRequest)
+	q.served = status < http.StatusBadRequest
+	q.lease.Answered(q.served)
 	if q.target == nil || status >= http.StatusBadRequest {
 		return
 	}

@@ -38,6 +38,12 @@ type request struct {
 	text   *[]byte // pooled memory of asked.Text, where it is not the parser's
 	asked  selection.Request
 
+	tokenHeader []string // the client's word for the token ids
+	tokens      []uint32 // of the prompt, once they were looked for
+	tokensFrom  tokensFrom
+	holdings    *holdings // of the candidates' engines; nil where nobody asked
+	served      bool      // the replica has taken the prompt in
+
 	attempt int
 	tried   []*member
 	lease   selection.Lease
@@ -49,6 +55,11 @@ type request struct {
 	header         http.Header
 	authorization  []string
 	priorityHeader []string
+	rankHeader     []string
+
+	// Of the latest attempt.
+	member *member
+	rank   int // noRank where the engine has but one
 
 	// Of the latest attempt, in the handler.
 	target  *Target
@@ -59,8 +70,9 @@ type request struct {
 // decision is what is said about the latest attempt.
 type decision struct {
 	selection.Decision
-	target  string
-	attempt int
+	target    string
+	predicted int // tokens of the prompt that its engine will find cached; -1 is not known
+	attempt   int
 }
 
 func (d *decision) setHeaders(header http.Header) {
@@ -97,7 +109,7 @@ func (q *request) placeholder(key string) (any, bool) {
 	}
 	d := q.said.Load()
 	if d == nil {
-		d = new(decision)
+		d = &decision{predicted: -1}
 	}
 	switch key {
 	case "target":
@@ -108,6 +120,11 @@ func (q *request) placeholder(key string) (any, bool) {
 		return d.Score, true
 	case "load":
 		return d.Load, true
+	case "predicted":
+		if d.predicted < 0 {
+			return "", true
+		}
+		return d.predicted, true
 	case "attempt":
 		return d.attempt, true
 	}
@@ -141,28 +158,72 @@ func (q *request) end() {
 		q.parser.Reset()
 		parsers.Put(q.parser)
 	}
+	if h := q.holdings; h != nil {
+		if !q.served {
+			h.withdraw()
+		}
+		h.reset()
+		holdingsPool.Put(h)
+	}
 }
 
 // scratch is reused between picks: what a pick needs for every candidate.
 type scratch struct {
 	candidates []selection.Candidate
-	index      []int // of the candidates in the pool
+	picks      []pick // by candidate
 }
+
+// pick is what a candidate stands for.
+type pick struct {
+	index  int // in the pool
+	member *member
+	target *Target   // nil where a policy stands alone
+	rank   int       // noRank where the engine has but one
+	feed   *feedRank // of its KV events; nil where there are none
+}
+
+const noRank = -1
 
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
-func (s *scratch) reset() { s.candidates, s.index = s.candidates[:0], s.index[:0] }
+func (s *scratch) reset() { s.candidates, s.picks = s.candidates[:0], s.picks[:0] }
 
+func (s *scratch) clear() {
+	clear(s.candidates)
+	clear(s.picks)
+}
+
+// add adds the upstream i of the pool, or each rank of its engine.
 func (s *scratch) add(i int, up *reverseproxy.Upstream, m *member, t *Target, sharedDial bool) {
-	c := selection.Candidate{Load: m.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Member: m.recorded}
+	p := pick{index: i, member: m, target: t, rank: noRank}
 	if t != nil {
-		c.Weight, c.ByDeadline = t.weight, t.provider.stamps()
+		ranks := t.provider.feed.ranks()
+		if len(ranks) > 1 {
+			for rank, m := range t.ranked(len(ranks)) {
+				s.addPick(up, pick{i, m, t, rank, ranks[rank]}, true)
+			}
+			return
+		}
+		if len(ranks) == 1 {
+			p.feed = ranks[0]
+		}
+	}
+	s.addPick(up, p, sharedDial)
+}
+
+func (s *scratch) addPick(up *reverseproxy.Upstream, p pick, sharedDial bool) {
+	c := selection.Candidate{Load: p.member.load, Floor: up.NumRequests(), Limit: up.MaxRequests, Member: p.member.recorded}
+	if t := p.target; t != nil {
+		c.Weight, c.ByDeadline, c.Outer = t.weight, t.provider.stamps(), t.provider.outer.state()
 	}
 	if sharedDial {
 		c.Floor = 0
 	}
+	if p.rank != noRank {
+		c.Limit = 0 // it is for all ranks together
+	}
 	s.candidates = append(s.candidates, c)
-	s.index = append(s.index, i)
+	s.picks = append(s.picks, p)
 }
 
 // choice is how a request's replica is chosen.
@@ -175,6 +236,10 @@ type choice struct {
 	tryResting bool
 	// sharedDial says that several replicas are behind one address, whose requests the proxy counts together.
 	sharedDial bool
+	// residency says that the strategy goes by what engines say that they hold, recorded that it goes by what was recorded where they do not.
+	residency, recorded bool
+	// tokenizer finds out the token ids of prompts; it may be nil.
+	tokenizer *tokenizer
 	// tryAgain allows replicas that this request has tried already when all have been: the operator asked for more attempts than replicas.
 	tryAgain bool
 }
@@ -182,12 +247,15 @@ type choice struct {
 // choose picks an upstream for the next attempt and reserves it. targets are those of the pool, where there are any. It returns its index in the pool, or -1.
 func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*member, targets []*Target, r *http.Request, w http.ResponseWriter) int {
 	q.lease.Release() // the attempt before has failed, or we would not be asked again
+	if q.holdings != nil {
+		q.holdings.withdraw()
+	}
 	if q.stream != nil && r.Body == q.stream && q.stream.begun.Load() {
 		return -1 // what is left of the body is not the request
 	}
 	s := scratches.Get().(*scratch)
 	defer func() {
-		clear(s.candidates)
+		s.clear()
 		scratches.Put(s)
 	}()
 
@@ -221,17 +289,20 @@ func (q *request) choose(c *choice, pool reverseproxy.UpstreamPool, members []*m
 	if c.policy != nil && !rested {
 		d, ok = q.ask(c.policy, pool, s, r, w)
 	} else {
+		if c.residency {
+			q.locate(r, c, s)
+		}
 		d, ok = q.pick(c.strategy, s.candidates)
 	}
 	if !ok {
 		return -1
 	}
-	i := s.index[d.Index]
-	q.tried = append(q.tried, members[i])
+	picked := s.picks[d.Index]
+	q.tried = append(q.tried, members[picked.index])
 	q.attempt++
 	q.counters.count(d.Reason, q.attempt)
-	q.decided = d
-	return i
+	q.decided, q.member, q.rank = d, picked.member, picked.rank
+	return picked.index
 }
 
 // targetName is the target of the latest attempt, or "".
@@ -244,7 +315,7 @@ func (q *request) targetName() string {
 
 // name publishes the decision with the name of its target, and logs it.
 func (q *request) name(target string) {
-	d := &decision{Decision: q.decided, target: target, attempt: q.attempt}
+	d := &decision{Decision: q.decided, target: target, predicted: q.predicted(), attempt: q.attempt}
 	q.said.Store(d)
 	if c := q.logger.Check(zapcore.DebugLevel, "selected target"); c != nil {
 		c.Write(zap.String("target", target), zap.String("strategy", q.strategy), zap.String("reason", string(d.Reason)),
@@ -273,38 +344,42 @@ func (q *request) pick(strategy selection.Strategy, candidates []selection.Candi
 func (q *request) ask(policy reverseproxy.Selector, pool reverseproxy.UpstreamPool, s *scratch, r *http.Request, w http.ResponseWriter) (selection.Decision, bool) {
 	rest := pool
 	if len(q.tried) > 0 {
-		rest = make(reverseproxy.UpstreamPool, len(s.index))
-		for i, at := range s.index {
-			rest[i] = pool[at]
+		rest = make(reverseproxy.UpstreamPool, 0, len(s.picks))
+		for i, p := range s.picks {
+			if i == 0 || p.index != s.picks[i-1].index {
+				rest = append(rest, pool[p.index])
+			}
 		}
 	}
 	up := policy.Select(rest, r, w)
 	if up == nil {
 		return selection.Decision{}, false
 	}
-	for i, at := range s.index {
-		if pool[at] != up {
-			continue
-		}
-		d, ok := selection.LeastLoad{Loads: loads}.Pick(&q.asked, s.candidates[i:i+1], &q.lease)
-		d.Index, d.Reason = i, selection.ReasonFallback
-		return d, ok
+	first := slices.IndexFunc(s.picks, func(p pick) bool { return pool[p.index] == up })
+	if first < 0 {
+		return selection.Decision{}, false
 	}
-	return selection.Decision{}, false
+	last := first + 1
+	for last < len(s.picks) && s.picks[last].index == s.picks[first].index {
+		last++
+	}
+	d, ok := selection.LeastLoad{Loads: loads}.Pick(&q.asked, s.candidates[first:last], &q.lease)
+	d.Index, d.Reason = first+d.Index, selection.ReasonFallback
+	return d, ok
 }
 
 // aim makes the request that is about to be proxied one for this target: body, path and credentials.
 func (q *request) aim(r *http.Request, rt *Route, t *Target) {
 	if q.attempt == 1 {
 		q.url, q.header = r.URL, r.Header
-		q.authorization, q.priorityHeader = r.Header["Authorization"], r.Header[enginePriorityHeader]
+		q.authorization, q.priorityHeader, q.rankHeader = r.Header["Authorization"], r.Header[enginePriorityHeader], r.Header[rankHeader]
 	}
 	var priority []byte
 	if q.stamped = q.stamp(t.provider); q.stamped {
 		priority = strconv.AppendInt(nil, q.priority(), 10)
 	}
 	q.target = t
-	q.resend(r, q.partsFor(t.Model, priority))
+	q.resend(r, q.partsFor(t.Model, priority, t.provider.feed != nil))
 	if rt.rewritesPath {
 		u := *q.url
 		u.Path = t.provider.pathFor(q.url.Path)
@@ -331,11 +406,20 @@ func (q *request) aim(r *http.Request, rt *Route, t *Target) {
 		} else if t.provider.EnginePriority == priorityOn {
 			priorityHeader = nil // no client jumps the queue
 		}
+		rank := q.rankHeader
+		if q.rank != noRank {
+			rank = []string{strconv.Itoa(q.rank)}
+		}
 		set("Authorization", authorization)
 		set(enginePriorityHeader, priorityHeader)
+		set(rankHeader, rank)
 	}
 	q.name(t.Provider)
 }
+
+// reportIncrements is the kv_cache_report_mode of vLLM in which copies of blocks can be counted. In the other one, "full", what a request finds in the cache is
+// reported as if it had been stored again.
+var reportIncrements = []byte(`"incremental"`)
 
 // edit replaces a span of the body; an empty span is where something is put in.
 type edit struct {
@@ -343,8 +427,9 @@ type edit struct {
 	by []byte
 }
 
-// partsFor is the body with another model name in it, and a priority; "" leaves the name as it is, and nil adds no priority.
-func (q *request) partsFor(model string, priority []byte) [][]byte {
+// partsFor is the body with another model name in it, and a priority; "" leaves the name as it is, and nil adds no priority. once sees to it that the engine
+// reports a block as stored no more than once.
+func (q *request) partsFor(model string, priority []byte, once bool) [][]byte {
 	if q.body == nil {
 		return nil
 	}
@@ -371,8 +456,13 @@ func (q *request) partsFor(model string, priority []byte) [][]byte {
 			}
 			edits = append(edits, edit{prompt.Span{Start: at, End: at}, member})
 		}
-		slices.SortFunc(edits, func(a, b edit) int { return a.Start - b.Start })
 	}
+	if once {
+		for _, span := range q.parsed.ReportModeSpans {
+			edits = append(edits, edit{span, reportIncrements})
+		}
+	}
+	slices.SortStableFunc(edits, func(a, b edit) int { return a.Start - b.Start })
 	parts := make([][]byte, 0, 2*len(edits)+1)
 	at := 0
 	for _, e := range edits {

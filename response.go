@@ -29,7 +29,7 @@ type responseWriter struct {
 
 func newResponseWriter(w http.ResponseWriter, q *request, headers bool) *responseWriter {
 	rw := &responseWriter{ResponseWriterWrapper: &caddyhttp.ResponseWriterWrapper{ResponseWriter: w}, request: q, headers: headers}
-	if q.parser != nil && q.asked.Text != nil && q.parsed.N <= 1 {
+	if q.parser != nil && q.asked.Text != nil && q.parsed.N <= 1 && !q.parsed.PromptLogprobs {
 		rw.tail = tails.Get().(*prompt.Tail)
 	}
 	return rw
@@ -84,7 +84,7 @@ func (w *responseWriter) ended() {
 	}
 	if w.tail != nil && w.status == http.StatusOK {
 		if usage, ok := w.tail.Usage(w.request.api); ok && usage.CachedKnown {
-			w.request.lease.Delivered(usage.PromptTokens, usage.CachedTokens)
+			w.request.delivered(usage)
 		}
 	}
 }

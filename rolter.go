@@ -24,6 +24,8 @@ func init() {
 // and tell it, when they are provisioned, what there is to do.
 type App struct {
 	sources []*source // of metrics
+	feeds   []*feedSource
+	outers  []*outerSource // LMCaches
 }
 
 // CaddyModule returns the Caddy module information.
@@ -33,13 +35,19 @@ func (App) CaddyModule() caddy.ModuleInfo {
 
 // Start implements [caddy.App].
 func (a *App) Start() error {
+	if err := outers.start(a.outers); err != nil {
+		outers.stop(a.outers)
+		return err
+	}
 	engines.start(a.sources)
+	feeds.start(a.feeds)
 	return nil
 }
 
 // Stop implements [caddy.App].
 func (a *App) Stop() error {
 	engines.stop(a.sources)
+	outers.stop(a.outers)
 	return nil
 }
 

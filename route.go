@@ -23,7 +23,7 @@ type Route struct {
 	// The model name that clients ask for.
 	Model string `json:"model,omitempty"`
 
-	// How the target is chosen: `cache_aware`, `least_prefill`, `pipeline`, `least_load`, or the name of any of Caddy's load-balancing policies
+	// How the target is chosen: `cache_aware`, `least_prefill`, `pipeline`, `least_load`, `lmcache_aware`, or the name of any of Caddy's load-balancing policies
 	// (`round_robin`, `least_conn`, …). Default: `cache_aware`.
 	Strategy string `json:"strategy,omitempty"`
 
@@ -31,6 +31,13 @@ type Route struct {
 	SelectionPolicyRaw json.RawMessage `json:"selection_policy,omitempty" caddy:"namespace=http.reverse_proxy.selection_policies inline_key=policy"`
 
 	Tuning
+
+	// Whether an engine is asked for the token ids of prompts that do not come as such, so that what is known from KV events can be used with any client.
+	// One replica is asked, before the request is routed. Default: `false`.
+	Tokenize *bool `json:"tokenize,omitempty"`
+
+	// How long that may take; then the request is routed without token ids. Default: `50ms`.
+	TokenizeTimeout caddy.Duration `json:"tokenize_timeout,omitempty"`
 
 	// The replicas that serve the model.
 	Targets []*Target `json:"targets,omitempty"`
@@ -47,7 +54,7 @@ type Route struct {
 	members      []*member
 	counters     *decisionCounters
 	rewritesPath bool // some provider has a path
-	setsHeaders  bool // some provider has a key, or a priority
+	setsHeaders  bool // some provider has a key, a priority, or may have ranks
 	stamps       bool // some provider has a priority
 	renames      bool // some target has another name for the model
 	proxying     bool // the proxy was provisioned
@@ -104,6 +111,9 @@ func (rt *Route) provision(ctx caddy.Context, h *Handler) error {
 	if err := rt.Tuning.validate(); err != nil {
 		return err
 	}
+	if rt.TokenizeTimeout < 0 {
+		return fmt.Errorf("tokenize_timeout %v: must not be negative", time.Duration(rt.TokenizeTimeout))
+	}
 	if err := rt.findProviders(h); err != nil {
 		return err
 	}
@@ -126,7 +136,8 @@ func (rt *Route) provision(ctx caddy.Context, h *Handler) error {
 		return fmt.Errorf("reverse_proxy: %w", err)
 	}
 	for _, t := range rt.Targets {
-		t.member = rt.group.get(t.provider.identity(), t.Model)
+		t.group = rt.group
+		t.member = rt.group.get(identity{address: t.provider.identity(), model: t.Model})
 		rt.members = append(rt.members, t.member)
 	}
 	return nil
@@ -165,7 +176,7 @@ func (rt *Route) findProviders(h *Handler) error {
 		rt.rewritesPath = rt.rewritesPath || t.provider.path != ""
 		rt.renames = rt.renames || t.Model != ""
 		rt.stamps = rt.stamps || t.provider.EnginePriority != "" && t.provider.EnginePriority != priorityOff
-		rt.setsHeaders = rt.setsHeaders || rt.stamps || t.provider.APIKey != ""
+		rt.setsHeaders = rt.setsHeaders || rt.stamps || t.provider.APIKey != "" || t.provider.KVEvents != nil
 	}
 	return nil
 }
@@ -190,15 +201,12 @@ func (rt *Route) checkSignals() error {
 
 // provisionStrategy builds Rolter's strategy of that name, or loads Caddy's policy.
 func (rt *Route) provisionStrategy(ctx caddy.Context) error {
-	strategy, known, err := newStrategy(rt.Strategy, means{&rt.Tuning, rt.group.prefixes, true})
-	if err != nil {
-		return err
-	}
-	if known {
+	if strategy, known := newStrategy(rt.Strategy, means{&rt.Tuning, rt.group.prefixes, true}); known {
 		if rt.SelectionPolicyRaw != nil {
 			return fmt.Errorf("selection_policy: strategy %q takes none", rt.Strategy)
 		}
 		rt.choice.strategy = strategy
+		rt.provisionResidency()
 		return nil
 	}
 	var named struct {
@@ -242,6 +250,18 @@ func (rt *Route) provisionStrategy(ctx caddy.Context) error {
 	return nil
 }
 
+// provisionResidency sets up the use of KV events, for strategies that can use them and where there are any.
+func (rt *Route) provisionResidency() {
+	uses := rt.Strategy == strategyPreciseCacheAware || rt.Strategy == strategyLeastPrefill || rt.Strategy == strategyPipeline
+	if !uses || !slices.ContainsFunc(rt.Targets, func(t *Target) bool { return t.provider.feed != nil }) {
+		return
+	}
+	rt.choice.residency, rt.choice.recorded = true, rt.Strategy != strategyPreciseCacheAware
+	if or(rt.Tokenize, false) {
+		rt.choice.tokenizer = newTokenizer(rt.handler.Egress.policy(), time.Duration(rt.TokenizeTimeout), observeTokens)
+	}
+}
+
 // provisionProxy fills in what the operator left open and provisions the proxy.
 func (rt *Route) provisionProxy(ctx caddy.Context) (err error) {
 	rp := rt.ReverseProxy
@@ -259,6 +279,9 @@ func (rt *Route) provisionProxy(ctx caddy.Context) (err error) {
 	several := len(rt.Targets) > 1
 
 	if rp.TransportRaw, err = withTransportDefaults(rp.TransportRaw, rt.Targets[0].provider.scheme == "https"); err != nil {
+		return err
+	}
+	if err := loadTransport(ctx, rp, rt.handler.Egress.policy()); err != nil {
 		return err
 	}
 
@@ -363,6 +386,9 @@ func (rt *Route) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 // cleanup gives back what the route took. It may be called on a route that was never provisioned, or only in part.
 func (rt *Route) cleanup() error {
 	rt.group.close()
+	if rt.choice.tokenizer != nil {
+		rt.choice.tokenizer.close()
+	}
 	if rt.ReverseProxy == nil {
 		return nil
 	}

@@ -2,6 +2,7 @@ package rolter
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"net"
 	"slices"
@@ -52,7 +53,10 @@ func (p *prefixPool) bytes() (n int64) {
 func newPrefixPool() *prefixPool {
 	tree := trie.New()
 	p := &prefixPool{Prefixes: selection.NewPrefixes(tree), tree: tree, sessions: selection.NewSessions(nil)}
-	p.Capacity = func(key string) int64 { return cmp.Or(p.maxTokens.Load(), engines.capacity(addressOf(key))) }
+	p.Capacity = func(key string) int64 {
+		id := identityOf(key)
+		return cmp.Or(p.maxTokens.Load(), engines.capacity(id.address)/int64(max(id.ranks, 1)))
+	}
 	return p
 }
 
@@ -72,7 +76,7 @@ type group struct {
 // member is one replica of a group.
 type member struct {
 	key      string
-	address  string
+	identity identity
 	load     *selection.Load
 	recorded *selection.Member // nil when nothing can be recorded for it
 	lastSeen atomic.Int64      // Unix seconds
@@ -113,19 +117,47 @@ const (
 	memberExpiry = time.Hour // as long as Caddy remembers a dynamic upstream
 )
 
-// addressOf is the address in the key of a member.
-func addressOf(key string) string {
-	address, _, _ := strings.Cut(key, "\x00")
-	return address
+// identity is what stays the same of a replica of a group from one configuration to the next.
+type identity struct {
+	address string
+	model   string // upstream; "" is the request's own
+	// Of an engine with several data-parallel ranks: each has a cache and a queue of its own.
+	rank, ranks int
+}
+
+func (id identity) key() string {
+	switch {
+	case id.ranks > 1:
+		return fmt.Sprintf("%s\x00%s\x00%d/%d", id.address, id.model, id.rank, id.ranks)
+	case id.model != "":
+		return id.address + "\x00" + id.model
+	}
+	return id.address
+}
+
+// place is the address, and the rank where there are several: what a load is counted by.
+func (id identity) place() string {
+	if id.ranks > 1 {
+		return placeOf(id.address, strconv.Itoa(id.rank))
+	}
+	return id.address
+}
+
+func placeOf(address, rank string) string { return address + "#" + rank }
+
+func identityOf(key string) (id identity) {
+	id.address, key, _ = strings.Cut(key, "\x00")
+	id.model, key, _ = strings.Cut(key, "\x00")
+	rank, ranks, _ := strings.Cut(key, "/")
+	id.rank, _ = strconv.Atoi(rank)
+	id.ranks, _ = strconv.Atoi(ranks)
+	return id
 }
 
 // get returns the member with this identity, which joins the shared state when it is new. After close it returns members that
 // count load and record nothing: requests outlive their configuration.
-func (g *group) get(address, model string) *member {
-	key := address
-	if model != "" {
-		key += "\x00" + model
-	}
+func (g *group) get(id identity) *member {
+	key := id.key()
 	g.mu.RLock()
 	m := g.members[key]
 	g.mu.RUnlock()
@@ -137,14 +169,14 @@ func (g *group) get(address, model string) *member {
 	if m := g.members[key]; m != nil {
 		return m
 	}
-	m = &member{key: key, address: address, load: loads.Acquire(address)}
+	m = &member{key: key, identity: id, load: loads.Acquire(id.place())}
 	if g.members == nil {
 		loads.Release(m.load)
 		return m
 	}
 	m.lastSeen.Store(time.Now().Unix())
 	// An address with a placeholder in it stands for many replicas: there is no cache to speak of.
-	if !strings.Contains(address, "{") {
+	if !strings.Contains(id.address, "{") {
 		m.recorded = g.prefixes.Join(key)
 	}
 	g.members[key] = m
@@ -196,7 +228,7 @@ func (g *group) of(pool reverseproxy.UpstreamPool) []*member {
 	members := make([]*member, len(pool))
 	now := time.Now().Unix()
 	for i, up := range pool {
-		members[i] = g.get(normalDial(up.Dial), "")
+		members[i] = g.get(identity{address: normalDial(up.Dial)})
 		members[i].lastSeen.Store(now)
 	}
 	g.view.Store(&view{pool, members})
@@ -248,7 +280,7 @@ func (g *group) close() {
 		// Each of the others takes what it does not know to be another's.
 		for _, heir := range g.prefixes.groups {
 			if g.inherit && !heir.static.Load() {
-				heir.get(m.address, "")
+				heir.get(m.identity)
 			}
 		}
 		g.giveBack(m)

@@ -29,14 +29,14 @@ func TestGroupsShareAndForget(t *testing.T) {
 		t.Fatal(err)
 	}
 	two, _ := newGroup("test group")
-	a, b := one.get("a:1", "m"), two.get("a:1", "m")
+	a, b := one.get(identity{address: "a:1", model: "m"}), two.get(identity{address: "a:1", model: "m"})
 	if a.load != b.load || a.recorded != b.recorded {
 		t.Error("two configurations do not share the state of a replica")
 	}
-	if other := two.get("a:1", "other model"); other.load != a.load || other.recorded == a.recorded {
+	if other := two.get(identity{address: "a:1", model: "other model"}); other.load != a.load || other.recorded == a.recorded {
 		t.Error("another model at the same address must share the load and not the prompts")
 	}
-	if opaque := two.get("{env.X}:1", ""); opaque.recorded != nil {
+	if opaque := two.get(identity{address: "{env.X}:1"}); opaque.recorded != nil {
 		t.Error("prompts would be recorded for an address that stands for many")
 	}
 	one.close()
@@ -44,7 +44,7 @@ func TestGroupsShareAndForget(t *testing.T) {
 	if n := len(two.prefixes.Prompts()); n != 2 {
 		t.Errorf("%d replicas after the first group was closed, want 2", n)
 	}
-	late := one.get("late:1", "")
+	late := one.get(identity{address: "late:1"})
 	if late.recorded != nil {
 		t.Error("a closed group joined a replica")
 	}
@@ -111,15 +111,15 @@ func TestAPolicyInheritsFromTheConfigurationBefore(t *testing.T) {
 	failed, _ := newGroup(policyGroup)
 	failed.close()
 	after, _ := newGroup(policyGroup)
-	both := after.get("b:1", "")
+	both := after.get(identity{address: "b:1"})
 	before.close()
 	if got := after.of(reverseproxy.UpstreamPool{{Dial: "a:1"}})[0]; got.recorded != known.recorded || got.recorded == nil {
 		t.Error("what was recorded for an upstream is lost")
 	}
-	if after.get("b:1", "") != both || len(after.prefixes.Prompts()) != 2 {
+	if after.get(identity{address: "b:1"}) != both || len(after.prefixes.Prompts()) != 2 {
 		t.Errorf("%d replicas, want 2", len(after.prefixes.Prompts()))
 	}
-	if both == nil || after.get("b:1", "") != both {
+	if both == nil || after.get(identity{address: "b:1"}) != both {
 		t.Error("b has two members")
 	}
 	// The same pool again: there is no other, and b is gone.
@@ -129,9 +129,9 @@ func TestAPolicyInheritsFromTheConfigurationBefore(t *testing.T) {
 	if n := len(after.prefixes.Prompts()); n != 1 {
 		t.Errorf("%d replicas, want 1", n)
 	}
-	known = after.get("c:1", "")
+	known = after.get(identity{address: "c:1"})
 	known.lastSeen.Store(0)
-	after.get("d:1", "")
+	after.get(identity{address: "d:1"})
 	if n := len(after.prefixes.Prompts()); n != 2 {
 		t.Errorf("%d replicas, want a and d, %v", n, after.prefixes.Prompts())
 	}

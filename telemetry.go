@@ -164,10 +164,10 @@ func (e *engine) run(ctx context.Context) {
 func (e *engine) read(ctx context.Context) {
 	// The engine counts at some moment in between, and a request that has just ended here may not have ended there. So the most that may be ours is
 	// taken off: foreign load is rather missed than imagined.
-	ours := e.load.Recent()
 	s := e.current.Load()
+	ours := e.recent(s.identity)
 	f, err := s.scrape(ctx)
-	ours = max(ours, e.load.Recent())
+	ours = max(ours, e.recent(s.identity))
 	if ctx.Err() != nil {
 		return
 	}
@@ -184,16 +184,41 @@ func (e *engine) read(ctx context.Context) {
 		return
 	}
 	if f.requests >= 0 {
-		e.load.SetForeign(max(0, f.requests-ours), foreignLasts)
+		others := max(0, f.requests-ours)
+		e.load.SetForeign(others, foreignLasts)
+		// Those who do not name a rank have them take turns.
+		eachRank(s.identity, func(load *selection.Load, ranks int) { load.SetForeign(others/ranks, foreignLasts) })
 	}
 	if f.capacity > 0 && e.capacity.Swap(f.capacity) != f.capacity {
 		eachPool((*prefixPool).Resize)
+		feeds.resized(s.identity, f.capacity)
 	}
 	if e.restarted(f.started) {
 		s.logger.Info("the engine has restarted: nothing is taken to be in its cache")
 		eachPool(func(pool *prefixPool) {
-			pool.Forget(func(key string) bool { return addressOf(key) == s.identity })
+			pool.Forget(func(key string) bool { return identityOf(key).address == s.identity })
 		})
+		feeds.restarted(s.identity)
+	}
+}
+
+// recent is the most requests that the engine may still count as ours.
+func (e *engine) recent(identity string) int {
+	n := e.load.Recent()
+	eachRank(identity, func(load *selection.Load, _ int) { n += load.Recent() })
+	return n
+}
+
+// eachRank calls f with the load of each rank of an engine that has several.
+func eachRank(identity string, f func(load *selection.Load, ranks int)) {
+	ranks := feeds.ranks(identity)
+	if ranks < 2 {
+		return
+	}
+	for rank := range ranks {
+		load := loads.Acquire(placeOf(identity, strconv.Itoa(rank)))
+		f(load, ranks)
+		loads.Release(load)
 	}
 }
 
@@ -214,20 +239,13 @@ type figures struct {
 	started  float64 // Unix seconds; 0 is unknown
 }
 
-// scrape fetches the metrics over a connection of its own: engines close idle ones after 5 s.
-func (s *source) scrape(ctx context.Context) (f figures, err error) {
-	defer func() {
-		if v := recover(); v != nil {
-			err = fmt.Errorf("panic: %v", v) // in a parser that was given what a stranger wrote
-		}
-	}()
-	ctx, cancel := context.WithTimeout(ctx, scrapeTimeout)
-	defer cancel()
-	dialer := egress.Dialer{Policy: s.policy}
-	client := http.Client{
+// engineClient asks an engine something, over a connection of its own: engines close idle ones after 5 s. It serves as long as ctx.
+func engineClient(ctx context.Context, policy egress.Policy) *http.Client {
+	dialer := dialerFor(policy, purposeEngine)
+	return &http.Client{
 		Transport: &http.Transport{
 			// A transport goes on dialling when its request has ended, if it is not bound to it.
-			DialContext: func(_ context.Context, network, address string) (conn net.Conn, err error) {
+			DialContext: func(_ context.Context, network, address string) (net.Conn, error) {
 				return dialer.DialContext(ctx, network, address)
 			},
 			TLSHandshakeTimeout: scrapeTimeout,
@@ -236,6 +254,17 @@ func (s *source) scrape(ctx context.Context) (f figures, err error) {
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
+}
+
+// scrape fetches the metrics.
+func (s *source) scrape(ctx context.Context) (f figures, err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = fmt.Errorf("panic: %v", v) // in a parser that was given what a stranger wrote
+		}
+	}()
+	ctx, cancel := context.WithTimeout(ctx, scrapeTimeout)
+	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url, nil)
 	if err != nil {
 		return f, err
@@ -243,7 +272,7 @@ func (s *source) scrape(ctx context.Context) (f figures, err error) {
 	if s.apiKey != "" {
 		req.Header.Set("Authorization", "Bearer "+s.apiKey)
 	}
-	resp, err := client.Do(req)
+	resp, err := engineClient(ctx, s.policy).Do(req)
 	if err != nil {
 		return f, err
 	}

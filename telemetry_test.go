@@ -212,7 +212,7 @@ func TestTheRecordMirrorsTheEngine(t *testing.T) {
 	e.tokens.Store(5000) // 20,000 bytes
 	p := e.provider(t, "")
 	one, two := openGroup(t, "telemetry one"), openGroup(t, "telemetry two")
-	m, lora, other := one.get(p.identity(), ""), two.get(p.identity(), "lora"), one.get("other.test:1", "")
+	m, lora, other := one.get(identity{address: p.identity()}), two.get(identity{address: p.identity(), model: "lora"}), one.get(identity{address: "other.test:1"})
 	one.limit(new(Tuning))
 	two.limit(&Tuning{MaxTokens: 2500})
 	if n := one.fill(t, m, 50); n != 50 {
@@ -231,7 +231,7 @@ func TestTheRecordMirrorsTheEngine(t *testing.T) {
 	if n := two.prefixes.Prompts()[lora.key]; n != 10 {
 		t.Errorf("%d prompts are recorded, want the 10 that max_tokens leaves", n)
 	}
-	if late := one.get(p.identity(), "late"); one.fill(t, late, 50) != 20 {
+	if late := one.get(identity{address: p.identity(), model: "late"}); one.fill(t, late, 50) != 20 {
 		t.Error("the bound is not there for a member that joins later")
 	}
 	if n := one.prefixes.Prompts()[other.key]; n != 50 {
@@ -285,10 +285,10 @@ func TestForeignLoad(t *testing.T) {
 	e := startEngine(t)
 	p := e.provider(t, "")
 	g := openGroup(t, "telemetry foreign")
-	m := g.get(p.identity(), "")
+	m := g.get(identity{address: p.identity()})
 	others := func() (n int) {
 		for _, l := range loads.Snapshot() {
-			if l.Address == m.address {
+			if l.Address == m.identity.address {
 				n += l.Others
 			}
 		}

@@ -18,6 +18,9 @@ type Dialer struct {
 
 	// Dial connects to a vetted address; nil is the system's.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
+
+	// Refused, where it is set, is called with every refusal.
+	Refused func(error)
 }
 
 // DialContext connects to host:port. Where the policy denies any of the host's addresses, nobody is contacted and the error wraps [ErrDenied].
@@ -34,7 +37,11 @@ func (d *Dialer) DialContext(ctx context.Context, network, address string) (net.
 	if !d.Policy.exempts(host) {
 		for _, addr := range addrs {
 			if err := d.Policy.CheckAddr(addr); err != nil {
-				return nil, fmt.Errorf("%s: %w", host, err)
+				err = fmt.Errorf("%s: %w", host, err)
+				if d.Refused != nil {
+					d.Refused(err)
+				}
+				return nil, err
 			}
 		}
 	}

@@ -76,6 +76,7 @@ func TestDialsWhatWasVetted(t *testing.T) {
 		{name: "a denied literal in another spelling", policy: Default(), address: "2852039166:80", denied: true},
 		{name: "a name that leads to a denied address", policy: Default(), address: "meta:80", answer: addrs("169.254.169.254"), denied: true},
 		{name: "one of several is denied", policy: Default(), address: "meta:80", answer: addrs("10.0.0.1", "::ffff:169.254.169.254"), denied: true},
+		{name: "a name that leads there through a tunnel", policy: Default(), address: "meta:80", answer: addrs("2002:a9fe:a9fe::1"), denied: true},
 		{name: "loopback", policy: blocking, address: "localhost:80", answer: addrs("::1", "127.0.0.1"), denied: true},
 		{name: "an allowed name", policy: Policy{BlockLoopback: true, AllowHosts: []string{"LocalHost."}}, address: "localhost:80",
 			answer: addrs("127.0.0.1"), dialed: []string{"127.0.0.1:80"}},
@@ -88,12 +89,17 @@ func TestDialsWhatWasVetted(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			n := &network{answers: [][]netip.Addr{tc.answer}, refuses: tc.refuses}
-			conn, err := n.dialer(tc.policy).DialContext(t.Context(), "tcp", tc.address)
+			d, refused := n.dialer(tc.policy), 0
+			d.Refused = func(error) { refused++ }
+			conn, err := d.DialContext(t.Context(), "tcp", tc.address)
 			if conn != nil {
 				defer conn.Close()
 			}
 			if (err != nil) != (tc.denied || tc.fails) || errors.Is(err, ErrDenied) != tc.denied {
 				t.Errorf("error %v, want denied %v, failed %v", err, tc.denied, tc.fails)
+			}
+			if (refused == 1) != tc.denied {
+				t.Errorf("%d refusals were reported, denied %v", refused, tc.denied)
 			}
 			if !slices.Equal(n.dialed, tc.dialed) {
 				t.Errorf("dialled %v, want %v", n.dialed, tc.dialed)

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"golang.org/x/net/idna"
 )
 
 // ErrDenied is wrapped by every refusal.
@@ -38,8 +40,14 @@ var metadata = []netip.Addr{
 	netip.MustParseAddr("192.0.0.192"),
 }
 
-// nat64 is the well-known prefix whose addresses carry an IPv4 address in their last 32 bits (RFC 6052).
-var nat64 = netip.MustParsePrefix("64:ff9b::/96")
+// Prefixes of IPv6 addresses that lead to an IPv4 address which is part of them.
+var (
+	compatible = netip.MustParsePrefix("::/96")          // RFC 4291, section 2.5.5.1; obsolete
+	nat64      = netip.MustParsePrefix("64:ff9b::/96")   // RFC 6052
+	localNAT64 = netip.MustParsePrefix("64:ff9b:1::/48") // RFC 8215
+	sixToFour  = netip.MustParsePrefix("2002::/16")      // RFC 3056
+	teredo     = netip.MustParsePrefix("2001::/32")      // RFC 4380
+)
 
 // CheckHost vets the host of an endpoint: a literal address, in every spelling that a resolver would take, is vetted at once; a name is
 // not resolved and passes.
@@ -64,9 +72,21 @@ func (p Policy) exempts(host string) bool {
 	})
 }
 
-// CheckAddr vets an address that is about to be contacted.
+// CheckAddr vets an address that is about to be contacted, and the IPv4 addresses that it may lead to.
 func (p Policy) CheckAddr(addr netip.Addr) error {
 	addr = canonical(addr)
+	if err := p.check(addr); err != nil {
+		return err
+	}
+	for _, inner := range embedded(addr) {
+		if err := p.check(inner); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p Policy) check(addr netip.Addr) error {
 	switch {
 	case p.BlockMetadata && slices.Contains(metadata, addr):
 		return fmt.Errorf("metadata service address %w", ErrDenied)
@@ -81,7 +101,7 @@ func (p Policy) CheckAddr(addr netip.Addr) error {
 }
 
 // ParseAddr reads a literal address: IPv4 and IPv6 in the usual forms, IPv4 in the forms of inet_aton(3) (fewer than four parts, hexadecimal,
-// octal), brackets, a trailing dot and a zone. The result is canonical: an IPv4 address inside an IPv6 one is taken out.
+// octal), brackets, a trailing dot and a zone. The result is canonical: an IPv4 address that is written as an IPv6 one is taken out.
 func ParseAddr(host string) (netip.Addr, bool) {
 	host = normalHost(host)
 	if addr, err := netip.ParseAddr(host); err == nil {
@@ -116,18 +136,46 @@ func ParseAddr(host string) (netip.Addr, bool) {
 	return netip.AddrFrom4([4]byte{byte(v4 >> 24), byte(v4 >> 16), byte(v4 >> 8), byte(v4)}), true
 }
 
-// canonical takes an IPv4 address out of its IPv6 disguises and drops the zone.
+// canonical takes an IPv4 address out of an IPv6 one that is only another way to write it, and drops the zone.
 func canonical(addr netip.Addr) netip.Addr {
 	addr = addr.Unmap().WithZone("")
-	if nat64.Contains(addr) {
-		b := addr.As16()
-		return netip.AddrFrom4([4]byte(b[12:]))
+	if nat64.Contains(addr) || compatible.Contains(addr) && !addr.IsUnspecified() && !addr.IsLoopback() {
+		return v4At(addr, 12, 13, 14, 15)
 	}
 	return addr
 }
 
-// normalHost is the host in lower case, without brackets and trailing dot.
+// embedded are the IPv4 addresses to which a tunnel or a translator may take what is sent to the address.
+func embedded(addr netip.Addr) []netip.Addr {
+	switch {
+	case sixToFour.Contains(addr):
+		return []netip.Addr{v4At(addr, 2, 3, 4, 5)}
+	case teredo.Contains(addr):
+		client := v4At(addr, 12, 13, 14, 15).As4()
+		for i := range client {
+			client[i] = ^client[i]
+		}
+		return []netip.Addr{v4At(addr, 4, 5, 6, 7), netip.AddrFrom4(client)}
+	case localNAT64.Contains(addr):
+		// The operator chooses the length of the prefix: /48, /56, /64 or /96. Byte 8 is never part of the address.
+		return []netip.Addr{v4At(addr, 6, 7, 9, 10), v4At(addr, 7, 9, 10, 11), v4At(addr, 9, 10, 11, 12), v4At(addr, 12, 13, 14, 15)}
+	}
+	return nil
+}
+
+// v4At is the IPv4 address in four bytes of an IPv6 one.
+func v4At(addr netip.Addr, a, b, c, d int) netip.Addr {
+	bytes := addr.As16()
+	return netip.AddrFrom4([4]byte{bytes[a], bytes[b], bytes[c], bytes[d]})
+}
+
+// normalHost is the host in lower case, without brackets and trailing dot. Digits and dots of other scripts are what an HTTP client makes of them.
 func normalHost(host string) string {
 	host = strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
+	if strings.ContainsFunc(host, func(c rune) bool { return c >= 0x80 }) {
+		if ascii, err := idna.Lookup.ToASCII(host); err == nil {
+			host = ascii
+		}
+	}
 	return strings.ToLower(strings.TrimSuffix(host, "."))
 }

@@ -31,8 +31,8 @@ func (w Why) String() string {
 	return "unknown"
 }
 
-// MaxModelSpans is how many times a body may name its model, and how many times its priority. One that does it a million
-// times is there to take memory.
+// MaxModelSpans is how many times a body may name its model, and its priority, and its report mode. One that does it a
+// million times is there to take memory.
 const MaxModelSpans = 64
 
 // Body is what a request's body says. Its slices belong to the [Parser].
@@ -68,12 +68,30 @@ type Body struct {
 	Object  int
 	Members bool
 
+	// ReportModeSpans are the values of every "kv_cache_report_mode" in a top-level "vllm_xargs", or in the "extra_args" of
+	// top-level "sampling_params", of any kind, as ModelSpans are those of "model". vLLM reads the first in all four APIs
+	// and the second in /inference/v1/generate. With "full" it reports blocks that a request has found in the cache as if
+	// they were stored once more; "incremental" is its default.
+	ReportModeSpans []Span
+	// PromptLogprobs tells that log probabilities of the prompt are asked for, by "prompt_logprobs" that is not null or by
+	// "echo" (with "logprobs", in completions). vLLM computes such a prompt without a look into its cache.
+	PromptLogprobs bool
+	// Salt is the decoded "cache_salt" of an API that has a prompt, empty if that is absent or no string.
+	Salt []byte
+	// Media tells that the conversation has a part that is neither text nor a call or its result, such as an image. Its token
+	// ids, whoever knows them, do not tell all of what is computed.
+	Media bool
+	// RenderOnly tells that the engine's own rendering of the body knows the token ids of its prompt, but vLLM's /tokenize
+	// does not, as that has no "documents", "reasoning_effort" and "truncate_prompt_tokens".
+	RenderOnly bool
+
 	// Text is the rendering of the conversation, described at the package. It is nil when Why tells that there is none.
 	Text []byte
 	// Lead and Tail are how many bytes at the start and at the end of Text count neither as matched nor as length: digests
 	// and the first turn's role, and the last turn's end mark. At least one byte counts.
 	Lead, Tail int
-	// TokenIDs are the prompt of a completion that is given as token ids; Text renders them too.
+	// TokenIDs are the prompt of a completion that is given as token ids; Text renders them too. They are left out of a
+	// body that is RenderOnly, as the engine may cut them.
 	TokenIDs []uint32
 	// Why tells why Text is nil.
 	Why Why

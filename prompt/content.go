@@ -77,6 +77,7 @@ func (p *Parser) part(further, inResult bool) {
 		p.settle(from, result)
 	default:
 		if !p.bad {
+			p.out.Media = true
 			p.i, p.text = start, p.text[:from]
 			p.digestObject()
 		}

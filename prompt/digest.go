@@ -1,6 +1,7 @@
 package prompt
 
 import (
+	"bytes"
 	"encoding/binary"
 	"hash/maphash"
 )
@@ -60,7 +61,15 @@ func (p *Parser) digestObject() {
 func (p *Parser) headDigest(h int) {
 	from := len(p.text)
 	p.value()
-	switch v := p.text[from:]; string(v) {
+	v := p.text[from:]
+	if h == headSalt {
+		p.salt = p.salt[:0]
+		if v, isString := bytes.CutPrefix(v, []byte{'"'}); isString && !p.bad {
+			p.salt = append(p.salt, v[:len(v)-1]...) // without the mark
+		}
+		p.out.Salt = p.salt
+	}
+	switch string(v) {
 	case "null\xff", "\"\xff", "[]", "{}":
 		p.headSet[h] = false
 	default:

@@ -34,6 +34,8 @@ func FuzzParse(f *testing.F) {
 		`{"model":"a","messages":[{"role":"user","content":[{"type":"tool_result","content":[{"type":"image"}]},{"text":"\ud83d\ude00","type":"text"}]}],"model":null}`,
 		`{"input":[{"type":"function_call","name":"f","arguments":"{}"},{"type":"x"},{"summary":["a"],"type":"reasoning"}],"instructions":["b"],"tools":[{}]}`,
 		`{"prompt":[[1234567,89],[3]],"cache_salt":"s"}`,
+		`{"vllm_xargs":{"a":{"kv_cache_report_mode":1},"kv_cache_report\u005fmode":"full","kv_cache_report_mode":[]},"vllm_xargs":7,"echo":true,"logprobs":0,"prompt":"a"}`,
+		`{"sampling_params":{"extra_args":{"kv_cache_report_mode":"full"}},"prompt_logprobs":null,"reasoning_effort":"low","messages":[{"role":"user","content":[{"type":"image_url"}]}]}`,
 		"\uFEFF{\"prompt\":\"\xff\\ud800\"}",
 	} {
 		for api := Chat; api <= Responses; api++ {
@@ -50,7 +52,8 @@ func FuzzParse(f *testing.F) {
 			t.Fatal("the body has changed")
 		}
 		if !bytes.Equal(got.Text, again.Text) || got.Why != again.Why || got.Model != again.Model || !slices.Equal(got.ModelSpans, again.ModelSpans) || !slices.Equal(got.TokenIDs, again.TokenIDs) || got.Lead != again.Lead ||
-			got.N != again.N || got.Priority != again.Priority || got.HasPriority != again.HasPriority || !slices.Equal(got.PrioritySpans, again.PrioritySpans) || got.Object != again.Object || got.Members != again.Members {
+			got.N != again.N || got.Priority != again.Priority || got.HasPriority != again.HasPriority || !slices.Equal(got.PrioritySpans, again.PrioritySpans) || got.Object != again.Object || got.Members != again.Members ||
+			!slices.Equal(got.ReportModeSpans, again.ReportModeSpans) || !bytes.Equal(got.Salt, again.Salt) || got.PromptLogprobs != again.PromptLogprobs || got.Media != again.Media || got.RenderOnly != again.RenderOnly {
 			t.Fatalf("reused parser: %+v, fresh one: %+v", again, got)
 		}
 
@@ -64,7 +67,7 @@ func FuzzParse(f *testing.F) {
 			t.Fatalf("%d bytes rendered of %d", len(fresh.text), len(body))
 		}
 
-		for _, spans := range [][]Span{got.ModelSpans, got.PrioritySpans} {
+		for _, spans := range [][]Span{got.ModelSpans, got.PrioritySpans, got.ReportModeSpans} {
 			at := got.Object
 			for _, s := range spans {
 				if s.Start < at || s.End <= s.Start || s.End > len(body) {
@@ -108,6 +111,15 @@ func FuzzParse(f *testing.F) {
 				t.Fatalf("n %s, but %d", top["n"], got.N)
 			}
 		}
+		if len(got.ReportModeSpans) <= MaxModelSpans && len(got.ModelSpans) <= MaxModelSpans && len(got.PrioritySpans) <= MaxModelSpans {
+			neutral := []byte(splice(string(body), got.ReportModeSpans, "incremental"))
+			if mode := reportMode(bytes.TrimPrefix(neutral, []byte("\uFEFF"))); mode != "" && mode != "incremental" {
+				t.Fatalf("the engine reads %q in %s", mode, neutral)
+			}
+			if b := new(Parser).Parse(API(api%6), neutral); b.Why != got.Why || !bytes.Equal(b.Text, got.Text) || b.Model != got.Model || len(b.ReportModeSpans) != len(got.ReportModeSpans) {
+				t.Fatalf("neutral %s: %+v", neutral, b)
+			}
+		}
 		var model string
 		raw, has := top["model"]
 		has = has && raw[0] == '"'
@@ -126,6 +138,27 @@ func FuzzParse(f *testing.F) {
 			}
 		}
 	})
+}
+
+// reportMode gives what an engine reads as "kv_cache_report_mode": the last one, as in Python's json.
+func reportMode(body []byte) string {
+	member := func(object json.RawMessage, key string) json.RawMessage {
+		var m map[string]json.RawMessage
+		if json.Unmarshal(object, &m) != nil {
+			return nil
+		}
+		return m[key]
+	}
+	args := member(body, "vllm_xargs")
+	if args == nil {
+		args = member(member(body, "sampling_params"), "extra_args")
+	}
+	mode := member(args, "kv_cache_report_mode")
+	var s string
+	if mode != nil && json.Unmarshal(mode, &s) != nil {
+		return string(mode)
+	}
+	return s
 }
 
 // strict tells that the body has nothing in which the parser is laxer than encoding/json.
@@ -147,6 +180,12 @@ func FuzzParseTokenIDs(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, header string) {
 		got, err := ParseTokenIDs(nil, header)
+		if strings.Trim(header, " \t") == "" {
+			if err != nil || got != nil {
+				t.Fatalf("%d, %v of an empty header", got, err)
+			}
+			return
+		}
 		var want []uint32
 		for element := range strings.SplitSeq(header, ",") {
 			element = strings.Trim(element, " \t")
@@ -159,6 +198,46 @@ func FuzzParseTokenIDs(f *testing.F) {
 		}
 		if (err == nil) != (want != nil) || !slices.Equal(got, want) {
 			t.Fatalf("%d, %v, want %d", got, err, want)
+		}
+	})
+}
+
+func FuzzParseTokenized(f *testing.F) {
+	recorded, err := filepath.Glob("testdata/*.resp")
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, name := range recorded {
+		raw, err := os.ReadFile(name)
+		if err != nil {
+			f.Fatal(err)
+		}
+		if _, answer, ok := bytes.Cut(raw, []byte("\r\n\r\n")); ok {
+			f.Add(answer)
+		}
+	}
+	for _, s := range []string{`[{"tokens":[1]},{}]`, `{"token_ids":[1],"features":{"a":{},"b":[]}}`, `{"tokens":[1],"tok\u0065ns":[[2]]}`, `{"tokens":"1"}`, `[[`} {
+		f.Add([]byte(s))
+	}
+	var reused Parser
+	f.Fuzz(func(t *testing.T, answer []byte) {
+		var fresh Parser
+		got, err := fresh.ParseTokenized(answer)
+		if again, sameErr := reused.ParseTokenized(answer); !slices.Equal(got, again) || err != sameErr {
+			t.Fatalf("reused parser: %d, %v, fresh one: %d, %v", again, sameErr, got, err)
+		}
+		if (err == nil) != (len(got) > 0) {
+			t.Fatalf("%d, %v", got, err)
+		}
+		var one struct {
+			Tokens   []uint32 `json:"tokens"`
+			TokenIDs []uint32 `json:"token_ids"`
+		}
+		if !json.Valid(answer) || bytes.Contains(answer, []byte("okens")) && bytes.Contains(answer, []byte("oken_")) || bytes.Contains(answer, []byte("\\u")) {
+			return
+		}
+		if json.Unmarshal(answer, &one) == nil && err == nil && !slices.Equal(got, one.Tokens) && !slices.Equal(got, one.TokenIDs) {
+			t.Fatalf("%d of %+v", got, one)
 		}
 	})
 }

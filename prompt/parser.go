@@ -25,10 +25,24 @@ type Parser struct {
 
 	spans      []Span // of models
 	priorities []Span
+	reports    []Span // of report modes
 	ids        []uint32
-	n, bestOf  int // of the body, 0 if absent
+	salt       []byte
+	n, bestOf  int    // of the body, 0 if absent
+	given      fields // of the body
 	out        Body
 }
+
+// fields are top-level fields of which only matters whether they are given.
+type fields uint8
+
+const (
+	fieldPromptLogprobs fields = 1 << iota
+	fieldLogprobs
+	fieldEcho
+	fieldEffort
+	fieldTruncation
+)
 
 // section is what one top-level field renders to: the system turn, or the turns; for completions, the prompt.
 type section struct {
@@ -50,7 +64,7 @@ const maxKept = 1 << 20
 // last [Body] as [Parser.Parse] does.
 func (p *Parser) Reset() {
 	model := p.out.Model
-	kept := Parser{objects: p.objects, text: p.text, spans: p.spans, priorities: p.priorities, ids: p.ids}
+	kept := Parser{objects: p.objects, text: p.text, spans: p.spans, priorities: p.priorities, reports: p.reports, ids: p.ids, salt: p.salt}
 	if len(model) <= 256 {
 		kept.out.Model = model
 	}
@@ -66,8 +80,14 @@ func (p *Parser) Reset() {
 	if cap(kept.priorities) > maxKept/16 {
 		kept.priorities = nil
 	}
+	if cap(kept.reports) > maxKept/16 {
+		kept.reports = nil
+	}
 	if cap(kept.ids) > maxKept/4 {
 		kept.ids = nil
+	}
+	if cap(kept.salt) > maxKept {
+		kept.salt = nil
 	}
 	*p = kept
 }
@@ -86,23 +106,25 @@ func (p *Parser) Parse(api API, body []byte) *Body {
 	p.system, p.turns = section{}, section{}
 	p.headSet = [heads]bool{}
 	p.ids = p.ids[:0]
-	p.n, p.bestOf = 0, 0
-	p.out = Body{Model: p.out.Model, ModelSpans: p.spans[:0], PrioritySpans: p.priorities[:0]}
+	p.n, p.bestOf, p.given = 0, 0, 0
+	p.out = Body{Model: p.out.Model, ModelSpans: p.spans[:0], PrioritySpans: p.priorities[:0], ReportModeSpans: p.reports[:0]}
 
 	p.i = literal(body, "\uFEFF") // a byte order mark
 	object := p.peek() == '{'
 	if object {
 		p.i++
 		p.out.Object = p.i
-		p.fields()
+		p.object()
 	} else {
 		p.skip()
 	}
 	if p.peek(); p.i < len(body) {
 		p.fail()
 	}
-	p.spans, p.priorities = p.out.ModelSpans, p.out.PrioritySpans
+	p.spans, p.priorities, p.reports = p.out.ModelSpans, p.out.PrioritySpans, p.out.ReportModeSpans
 	p.out.N = max(1, p.n, p.bestOf)
+	p.out.PromptLogprobs = p.has(fieldPromptLogprobs) || p.has(fieldEcho) && (api == Chat || p.has(fieldLogprobs))
+	p.out.RenderOnly = p.headSet[headDocuments] || p.has(fieldEffort) || p.has(fieldTruncation)
 	if !p.out.HasModel {
 		p.out.Model = ""
 	}
@@ -119,8 +141,8 @@ var sources = [...]struct{ turns, system string }{
 	Other:       {},
 }
 
-// fields reads the members of the top-level object.
-func (p *Parser) fields() {
+// object reads the members of the top-level object.
+func (p *Parser) object() {
 	source := sources[p.api]
 	for first := true; ; first = false {
 		key, more := p.member(first)
@@ -140,6 +162,20 @@ func (p *Parser) fields() {
 			p.bestOf = p.choices()
 		case string(key) == "priority":
 			p.priority()
+		case string(key) == "vllm_xargs":
+			p.extraArgs()
+		case string(key) == "sampling_params":
+			p.samplingParams()
+		case string(key) == "prompt_logprobs":
+			p.note(fieldPromptLogprobs)
+		case string(key) == "logprobs":
+			p.note(fieldLogprobs)
+		case string(key) == "echo":
+			p.note(fieldEcho)
+		case string(key) == "reasoning_effort":
+			p.note(fieldEffort)
+		case string(key) == "truncate_prompt_tokens":
+			p.note(fieldTruncation)
 		case len(key) == 0 || source.turns == "":
 			p.skip()
 		case string(key) == source.turns && p.api == Completions:
@@ -218,6 +254,61 @@ func (p *Parser) priority() {
 	p.bad = len(p.out.PrioritySpans) > MaxModelSpans
 }
 
+// note reads the value of a field and notes whether it is given. An echo that is false is not.
+func (p *Parser) note(field fields) {
+	start := p.i
+	p.skip()
+	v := p.body[start:p.i]
+	if string(v) == "null" || field == fieldEcho && (string(v) == "false" || string(v) == "0") {
+		p.given &^= field
+	} else {
+		p.given |= field
+	}
+}
+
+func (p *Parser) has(field fields) bool { return p.given&field != 0 }
+
+// samplingParams reads "sampling_params", which may have extra arguments.
+func (p *Parser) samplingParams() {
+	if p.peek() != '{' {
+		p.skip()
+		return
+	}
+	p.i++
+	for first := true; ; first = false {
+		key, more := p.member(first)
+		switch {
+		case !more:
+			return
+		case string(key) == "extra_args":
+			p.extraArgs()
+		default:
+			p.skip()
+		}
+	}
+}
+
+// extraArgs reads the extra arguments of a request.
+func (p *Parser) extraArgs() {
+	if p.peek() != '{' {
+		p.skip()
+		return
+	}
+	p.i++
+	for first := true; ; first = false {
+		key, more := p.member(first)
+		if !more {
+			return
+		}
+		start, isMode := p.i, string(key) == "kv_cache_report_mode"
+		p.skip()
+		if isMode && !p.bad {
+			p.out.ReportModeSpans = append(p.out.ReportModeSpans, Span{start, p.i})
+			p.bad = len(p.out.ReportModeSpans) > MaxModelSpans
+		}
+	}
+}
+
 // finish puts the rendering together.
 func (p *Parser) finish(object bool) Why {
 	var opening, tail int
@@ -264,7 +355,7 @@ func (p *Parser) finish(object bool) Why {
 	p.out.Text = p.text[start:]
 	p.out.Lead = from - start + lead
 	p.out.Tail = tail
-	if len(p.ids) > 0 {
+	if len(p.ids) > 0 && !p.out.RenderOnly {
 		p.out.TokenIDs = p.ids
 	}
 	return HasPrompt

@@ -252,7 +252,7 @@ func TestMemory(t *testing.T) {
 func TestSteadyStateDoesNotAllocate(t *testing.T) {
 	for _, kind := range []string{"prose", "escaped", "parts", "system", "tools", "tokens", "image"} {
 		api, body := benchBody(kind, 8<<10)
-		body = append([]byte(`{"n":1,"priority":7,"best_of":"1",`), body[1:]...)
+		body = append([]byte(`{"n":1,"priority":7,"best_of":"1","cache_salt":"tenant","vllm_xargs":{"kv_cache_report_mode":"full"},"echo":false,"logprobs":1,`), body[1:]...)
 		var p Parser
 		p.Parse(api, body)
 		if n := testing.AllocsPerRun(20, func() { p.Parse(api, body); p.Reset() }); n != 0 {
@@ -398,6 +398,142 @@ func TestAModelThatIsNamedTooOften(t *testing.T) {
 		got := new(Parser).Parse(Chat, []byte(body))
 		if got.Why != want || len(got.ModelSpans) > MaxModelSpans+1 {
 			t.Errorf("%d times: %v with %d spans, want %v", n, got.Why, len(got.ModelSpans), want)
+		}
+	}
+}
+
+var allAPIs = []API{Chat, Completions, Messages, Responses, Other, NoAPI}
+
+func TestReportMode(t *testing.T) {
+	for _, c := range []struct {
+		name, body string
+		spans      []string
+	}{
+		{"absent", `{"vllm_xargs":{"session_id":"a"}}`, nil},
+		{"plain", `{"vllm_xargs":{"kv_cache_report_mode":"full"}}`, []string{`"full"`}},
+		{"white space", `{ "vllm_xargs" : { "a" : 1 , "kv_cache_report_mode" : "full" } }`, []string{`"full"`}},
+		{"escaped keys", `{"vllm\u005fxargs":{"\u006bv_cache_report_mode":"fu\u006cl"}}`, []string{`"fu\u006cl"`}},
+		{"given twice", `{"vllm_xargs":{"kv_cache_report_mode":"full","kv_cache_report_mode":"incremental"}}`, []string{`"full"`, `"incremental"`}},
+		{"in two objects", `{"vllm_xargs":{"kv_cache_report_mode":"full"},"vllm_xargs":null,"vllm_xargs":{"kv_cache_report_mode":7}}`, []string{`"full"`, `7`}},
+		{"of another kind", `{"vllm_xargs":{"kv_cache_report_mode":{"kv_cache_report_mode":["full"]}}}`, []string{`{"kv_cache_report_mode":["full"]}`}},
+		{"of the request that render makes", `{"sampling_params":{"n":1,"extra_args":{"kv_cache_report_mode":"full"}}}`, []string{`"full"`}},
+		{"at the top", `{"kv_cache_report_mode":"full","extra_args":{"kv_cache_report_mode":"full"}}`, nil},
+		{"too deep", `{"x":{"vllm_xargs":{"kv_cache_report_mode":"full"}},"vllm_xargs":{"vllm_xargs":{"kv_cache_report_mode":"full"}}}`, nil},
+		{"in an array", `{"vllm_xargs":[{"kv_cache_report_mode":"full"}],"sampling_params":[{"extra_args":{"kv_cache_report_mode":"full"}}]}`, nil},
+		{"in a string", `{"vllm_xargs":"{\"kv_cache_report_mode\":\"full\"}"}`, nil},
+		{"in a conversation", chat(`{"role":"user","vllm_xargs":{"kv_cache_report_mode":"full"},"content":"\"vllm_xargs\":{\"kv_cache_report_mode\":\"full\"}"}`), nil},
+		{"another case", `{"VLLM_xargs":{"kv_cache_report_mode":"full"},"vllm_xargs":{"KV_cache_report_mode":"full"}}`, nil},
+		{"truncated later", `{"vllm_xargs":{"kv_cache_report_mode":"full","x":`, []string{`"full"`}},
+		{"itself truncated", `{"vllm_xargs":{"kv_cache_report_mode":"full`, nil},
+		{"without a value", `{"vllm_xargs":{"kv_cache_report_mode"}}`, nil},
+	} {
+		for _, api := range allAPIs {
+			b := parse(t, api, c.body)
+			var spans []string
+			for _, s := range b.ReportModeSpans {
+				spans = append(spans, c.body[s.Start:s.End])
+			}
+			if !slices.Equal(spans, c.spans) {
+				t.Errorf("%s: %q, want %q", c.name, spans, c.spans)
+			}
+		}
+	}
+}
+
+func TestAReportModeThatIsGivenTooOften(t *testing.T) {
+	members := strings.Repeat(`,"kv_cache_report_mode":"full"`, MaxModelSpans)
+	const turns = `"messages":[{"role":"user","content":"a"}]`
+	if b := parse(t, Chat, `{"vllm_xargs":{`+members[1:]+`},`+turns+`}`); b.Why != HasPrompt || len(b.ReportModeSpans) != MaxModelSpans {
+		t.Errorf("%q, %d of them", b.Why, len(b.ReportModeSpans))
+	}
+	for _, body := range []string{
+		`{"vllm_xargs":{"kv_cache_report_mode":"full"` + members + `},` + turns + `}`,
+		`{` + strings.Repeat(`"vllm_xargs":{"kv_cache_report_mode":"full"},`, 100_000) + turns + `}`,
+	} {
+		if b := parse(t, Chat, body); b.Why != Unparsable || len(b.ReportModeSpans) > MaxModelSpans+1 {
+			t.Errorf("%q, %d of them", b.Why, len(b.ReportModeSpans))
+		}
+	}
+}
+
+func TestSalt(t *testing.T) {
+	for _, c := range []struct{ body, want string }{
+		{`{"x":1}`, ""},
+		{`{"cache_salt":"tenant-1"}`, "tenant-1"},
+		{`{"cache\u005fsalt":"t\u00e9n\n\ud83d\ude00"}`, "tén\n😀"},
+		{`{"cache_salt":"a","x":{"cache_salt":"b"},"cache_salt":"c"}`, "c"},
+		{`{"cache_salt":"a","cache_salt":null}`, ""},
+		{`{"cache_salt":""}`, ""},
+		{`{"cache_salt":7}`, ""},
+		{`{"cache_salt":["a"]}`, ""},
+		{`{"cache_salt":"a`, ""},
+		{"{\"cache_salt\":\"a\xffb\"}", "a\uFFFDb"},
+	} {
+		for _, api := range []API{Chat, Completions, Messages, Responses} {
+			if got := string(parse(t, api, c.body).Salt); got != c.want {
+				t.Errorf("%s: %q, want %q", c.body, got, c.want)
+			}
+		}
+	}
+	if got := parse(t, Other, `{"cache_salt":"a"}`).Salt; len(got) > 0 {
+		t.Errorf("%q without a prompt", got)
+	}
+}
+
+func TestPromptLogprobs(t *testing.T) {
+	for body, want := range map[string][]API{
+		`{}`:                        nil,
+		`{"prompt_logprobs":0}`:     allAPIs,
+		`{"prompt_logprobs":-1}`:    allAPIs,
+		`{"prompt_logprobs":"5"}`:   allAPIs,
+		`{"prompt_logprobs":false}`: allAPIs, // pydantic makes a 0 of it
+		`{"prompt_logprobs":null}`:  nil,
+		`{"prompt_logprobs":5,"prompt_logprobs":null}`: nil,
+		`{"x":{"prompt_logprobs":5}}`:                  nil,
+		`{"prompt_l\u006fgprobs":5}`:                   allAPIs,
+		`{"echo":true}`:                                {Chat},
+		`{"echo":true,"logprobs":null}`:                {Chat},
+		`{"echo":"yes","logprobs":0}`:                  allAPIs,
+		`{"logprobs":0,"echo":1}`:                      allAPIs,
+		`{"echo":false,"logprobs":1}`:                  nil,
+		`{"echo":0,"logprobs":1}`:                      nil,
+		`{"echo":null,"logprobs":1}`:                   nil,
+		`{"logprobs":1}`:                               nil,
+		`{"echo":true,"echo":false,"logprobs":1}`:      nil,
+	} {
+		for _, api := range allAPIs {
+			if got := parse(t, api, body).PromptLogprobs; got != slices.Contains(want, api) {
+				t.Errorf("%s as %d: %v", body, api, got)
+			}
+		}
+	}
+}
+
+func TestWhatTokenIDsDoNotTell(t *testing.T) {
+	for _, c := range []struct {
+		api               API
+		body              string
+		media, renderOnly bool
+	}{
+		{Chat, chat(`{"role":"user","content":[{"type":"text","text":"a"},"b"]},{"role":"assistant","content":null,"tool_calls":[{"function":{"name":"f","arguments":"{}"}}]}`), false, false},
+		{Chat, chat(`{"role":"user","content":[{"type":"text","text":"a"},{"type":"image_url","image_url":{"url":"data:"}}]}`), true, false},
+		{Chat, chat(`{"role":"user","content":[{"image":"data:"}]},{"role":"user","content":"a"}`), true, false},
+		{Messages, chat(`{"role":"user","content":[{"type":"tool_result","content":[{"type":"image","source":{}}]}]}`), true, false},
+		{Messages, chat(`{"role":"assistant","content":[{"type":"thinking","thinking":"a"},{"type":"tool_use","name":"f","input":{}}]}`), false, false},
+		{Responses, `{"input":[{"role":"user","content":[{"type":"input_image"},{"type":"input_text","text":"a"}]}]}`, true, false},
+		{Responses, `{"input":[{"type":"function_call","name":"f","arguments":"{}"},{"type":"function_call_output","output":"a"}]}`, false, false},
+		{Chat, `{"reasoning_effort":"low","messages":[{"role":"user","content":"a"}]}`, false, true},
+		{Chat, `{"reasoning_effort":null,"documents":[],"truncate_prompt_tokens":null,"messages":[{"role":"user","content":"a"}]}`, false, false},
+		{Chat, `{"documents":[{"text":"a"}],"messages":[{"role":"user","content":"a"}]}`, false, true},
+		{Completions, `{"prompt":[1,2,3]}`, false, false},
+		{Completions, `{"prompt":[1,2,3],"truncate_prompt_tokens":2}`, false, true},
+	} {
+		b := parse(t, c.api, c.body)
+		if b.Why != HasPrompt || b.Media != c.media || b.RenderOnly != c.renderOnly {
+			t.Errorf("%s: %q, media %v, render only %v", c.body, b.Why, b.Media, b.RenderOnly)
+		}
+		if (b.TokenIDs != nil) != (c.api == Completions && !c.renderOnly) {
+			t.Errorf("%s: token ids %d", c.body, b.TokenIDs)
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"math"
 	"math/bits"
 	"slices"
+	"strings"
 )
 
 // completion reads the "prompt" of a completion: a string, or token ids, or an array of one of these, of which the
@@ -112,14 +113,17 @@ func (p *Parser) tokenID() (id uint32, ok bool) {
 	return uint32(v), v <= math.MaxUint32 && !p.bad
 }
 
-// MaxHeaderTokenIDs is how many token ids [ParseTokenIDs] takes. No model's context is as long.
-const MaxHeaderTokenIDs = 1 << 22
+// MaxTokenIDs is how many token ids a header or an answer may have. No model's context is as long.
+const MaxTokenIDs = 1 << 22
 
 // ParseTokenIDs appends to dst the token ids of the header x-rolter-vllm-token-ids: decimal numbers of at most 32 bits,
-// separated by commas, with blanks and tabs around them. One that is not of this kind, an empty header too, is an
-// error; dst is then given back as it was. The error tells the place of the bad element, never the element, as that is
-// of a client's prompt.
+// separated by commas, with blanks and tabs around them. A header without any is one that is not there. One element that
+// is not of this kind is an error; dst is then given back as it was. The error tells the place of the bad element, never
+// the element, as that is of a client's prompt.
 func ParseTokenIDs(dst []uint32, header string) ([]uint32, error) {
+	if strings.Trim(header, " \t") == "" {
+		return dst, nil
+	}
 	ids := dst
 	for i := 0; ; i++ {
 		for i < len(header) && isBlank(header[i]) {
@@ -138,8 +142,8 @@ func ParseTokenIDs(dst []uint32, header string) ([]uint32, error) {
 		switch n := len(ids) - len(dst); {
 		case bad || i < len(header) && header[i] != ',':
 			return dst, fmt.Errorf("token ids: element %d is not an integer in 0…%d", n, uint32(math.MaxUint32))
-		case n == MaxHeaderTokenIDs:
-			return dst, fmt.Errorf("token ids: more than %d", MaxHeaderTokenIDs)
+		case n == MaxTokenIDs:
+			return dst, fmt.Errorf("token ids: more than %d", MaxTokenIDs)
 		}
 		ids = append(ids, uint32(id))
 		if i == len(header) {

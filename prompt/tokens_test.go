@@ -15,8 +15,8 @@ func TestParseTokenIDs(t *testing.T) {
 		" 1 ,\t2 , 3 ":                  {1, 2, 3},
 		"0,4294967295":                  {0, 4294967295},
 		"007":                           {7},
-		"":                              nil,
-		" ":                             nil,
+		"":                              {},
+		" \t":                           {},
 		",":                             nil,
 		"1,":                            nil,
 		"1,,2":                          nil,
@@ -41,7 +41,7 @@ func TestParseTokenIDs(t *testing.T) {
 	if _, err := ParseTokenIDs(nil, "1,secret"); err == nil || strings.Contains(err.Error(), "secret") {
 		t.Errorf("error %v", err)
 	}
-	if _, err := ParseTokenIDs(nil, strings.Repeat("1,", MaxHeaderTokenIDs)+"1"); err == nil {
+	if _, err := ParseTokenIDs(nil, strings.Repeat("1,", MaxTokenIDs)+"1"); err == nil {
 		t.Error("too many are taken")
 	}
 }

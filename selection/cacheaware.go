@@ -97,8 +97,8 @@ func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, 
 	switch {
 	case holder < 0:
 		d.Reason = ReasonCold
-	case s.overloaded(&candidates[holder], least) &&
-		!(views[holder].turn && !s.overloaded(&candidates[holder], leastRecent(candidates, s.Loads.clock()))):
+	case overloaded(&candidates[holder], least, s.OverloadMargin, s.OverloadRatio) &&
+		!(views[holder].turn && !overloaded(&candidates[holder], leastRecent(candidates, s.Loads.clock()), s.OverloadMargin, s.OverloadRatio)):
 		d.Reason = ReasonOverloaded
 	case !reaches(&views[holder]):
 		d.Reason = ReasonContinuation
@@ -123,10 +123,10 @@ func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, 
 	return d, true
 }
 
-// overloaded says whether a holder should be spared, given the least load of all candidates.
-func (s *CacheAware) overloaded(holder *Candidate, least float64) bool {
+// overloaded says whether a holder should be spared, given the least load of all candidates. The caller holds the mutex of the loads.
+func overloaded(holder *Candidate, least float64, margin int, ratio float64) bool {
 	load := holder.relative()
-	return load > least+float64(s.OverloadMargin) && load > s.OverloadRatio*least
+	return load > least+float64(margin) && load > ratio*least
 }
 
 // leastRecent is the least load of all candidates over the last moments. A further turn is spared only against that: when many

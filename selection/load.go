@@ -204,7 +204,8 @@ func leastLoaded(candidates []Candidate, better func(i, j int) float64) int {
 	return best
 }
 
-// preferred says whether candidate i is to be taken before j: lower load, then better, then picked longest ago.
+// preferred says whether candidate i is to be taken before j: lower load, then better, then an outer cache that is not known to be down, then picked longest
+// ago.
 func preferred(candidates []Candidate, i, j int, better func(i, j int) float64) bool {
 	a, b := &candidates[i], &candidates[j]
 	if la, lb := a.relative(), b.relative(); la != lb {
@@ -214,6 +215,9 @@ func preferred(candidates []Candidate, i, j int, better func(i, j int) float64) 
 		if order := better(i, j); order != 0 {
 			return order < 0
 		}
+	}
+	if down := a.Outer.down(); down != b.Outer.down() {
+		return !down
 	}
 	return a.Load.lastPicked < b.Load.lastPicked
 }

@@ -14,6 +14,7 @@ type Situation struct {
 
 	views    []view
 	least    int     // the least load of the candidates
+	outer    float64 // the mean score of the outer caches of which something is known
 	heaviest float64 // the largest weight
 	session  replica // that answered the session last
 }
@@ -26,7 +27,10 @@ type (
 	StaticWeight struct{}
 	// InFlightLoad is (1 + the least load) ÷ (1 + the candidate's load).
 	InFlightLoad struct{}
-	// PrefixAffinity is the share of the prompt that the candidate was sent before.
+	// OuterCache is how much room there is in the cache behind the engine's own: 1 − its occupancy, 0 when it is down. One of which nothing is known has
+	// the mean of the others.
+	OuterCache struct{}
+	// PrefixAffinity is the share of the prompt that the candidate holds, as its engine says or else as it was sent before.
 	PrefixAffinity struct{}
 )
 
@@ -53,6 +57,9 @@ func (PrefixAffinity) Score(s *Situation, i int) float64 {
 	}
 	return float64(s.views[i].matched) / float64(s.Request.counted())
 }
+
+// Score implements [Scorer].
+func (OuterCache) Score(s *Situation, i int) float64 { return s.Candidates[i].Outer.score(s.outer) }
 
 // WeightedScorer is a scorer and how much it counts.
 type WeightedScorer struct {
@@ -86,7 +93,7 @@ func (p *Pipeline) Pick(req *Request, candidates []Candidate, lease *Lease) (Dec
 		return d, false
 	}
 	if req.counted() > 0 {
-		p.Prefixes.record(req, &candidates[d.Index], s.views[d.Index], lease)
+		p.Prefixes.record(req, candidates, s.views, d.Index, lease)
 	}
 	lease.holdSession(p.Sessions, req.Session, candidates[d.Index].replica())
 	return d, true
@@ -107,6 +114,7 @@ func (p *Pipeline) choose(s *Situation, lease *Lease) (Decision, bool) {
 		}
 		s.heaviest = max(s.heaviest, c.weight())
 	}
+	s.outer, _ = meanOuter(s.Candidates)
 	best, highest, equals := -1, 0.0, 0
 	for i := range s.Candidates {
 		if s.Candidates[i].full() {
@@ -119,7 +127,10 @@ func (p *Pipeline) choose(s *Situation, lease *Lease) (Decision, bool) {
 		switch {
 		case best < 0 || total > highest:
 			best, highest, equals = i, total, 1
-		case total == highest:
+		case total < highest || s.Candidates[i].Outer.down() && !s.Candidates[best].Outer.down():
+		case !s.Candidates[i].Outer.down() && s.Candidates[best].Outer.down():
+			best, equals = i, 1
+		default:
 			// Each of n equals is kept with a chance of 1/n.
 			if equals++; rand.IntN(equals) == 0 {
 				best = i

@@ -118,23 +118,35 @@ func (p *Prefixes) Prompts() map[string]int {
 type view struct {
 	slot      int
 	matched   int  // counted bytes
+	recorded  int  // of them, by what was recorded
 	continues bool // the candidate was sent this prompt or one that it continues,
 	turn      bool // which is shorter: the prompt is a further turn of a conversation
 }
 
-// look says what every candidate holds. The caller holds the lock, as long as it uses the result.
+// look says what every candidate holds: by what its engine says, where that is known, otherwise by what was recorded. The caller holds the lock, as long
+// as it uses the result.
 func (p *Prefixes) look(req *Request, candidates []Candidate) []view {
 	if n := p.index.Slots(); n > len(p.found) {
 		p.found = make([]Match, n)
 	}
 	p.index.Match(req.Text, p.found)
+	if req.Residency != nil {
+		req.Residency.Refresh()
+	}
 	p.views = p.views[:0]
 	for i := range candidates {
 		v := view{slot: candidates[i].slot()}
 		if v.slot != noSlot {
 			m := p.found[v.slot]
-			v.matched = min(max(m.Bytes-req.Lead, 0), req.counted())
+			v.recorded = min(max(m.Bytes-req.Lead, 0), req.counted())
+			v.matched = v.recorded
 			v.continues, v.turn = m.Continues, m.Continues && m.Bytes < len(req.Text)
+		}
+		if req.Residency != nil {
+			if share, ok := req.Residency.Share(i); ok {
+				v.matched = int(share * float64(req.counted()))
+				v.continues, v.turn = v.continues && share > 0, v.turn && share > 0
+			}
 		}
 		p.views = append(p.views, v)
 	}
@@ -156,14 +168,17 @@ func (p *Prefixes) pick(loads *Loads, req *Request, candidates []Candidate, leas
 		return d, false
 	}
 	d.Score = float64(views[d.Index].matched) / float64(counted)
-	p.record(req, &candidates[d.Index], views[d.Index], lease)
+	p.record(req, candidates, views, d.Index, lease)
 	return d, true
 }
 
 // record records the prompt for the candidate that was picked, provisionally. The caller holds the lock.
-func (p *Prefixes) record(req *Request, c *Candidate, picked view, lease *Lease) {
-	if picked.slot != noSlot {
-		lease.holdRecord(p, p.index.Insert(picked.slot, req.Text), prediction{p, c.Member, req.counted(), picked.matched})
+func (p *Prefixes) record(req *Request, candidates []Candidate, views []view, picked int, lease *Lease) {
+	if req.Residency != nil {
+		req.Residency.Expect(picked)
+	}
+	if v := views[picked]; v.slot != noSlot {
+		lease.holdRecord(p, p.index.Insert(v.slot, req.Text), prediction{p, candidates[picked].Member, req.counted(), v.recorded})
 	}
 }
 
@@ -193,9 +208,15 @@ func (p *Prefixes) mostText(views []view) float64 {
 	return most
 }
 
-// fewer compares how many prompts are recorded for two candidates, for their weight: it is negative when i has fewer than j. The caller holds the
-// lock.
+// fewer compares how many prompts are recorded for two candidates, for their weight: it is negative when i has fewer than j. One whose outer cache is known
+// to be down comes after one that has more. The caller holds the lock.
 func (p *Prefixes) fewer(candidates []Candidate, views []view, i, j int) float64 {
+	if down := candidates[i].Outer.down(); down != candidates[j].Outer.down() {
+		if down {
+			return 1
+		}
+		return -1
+	}
 	return float64(p.prompts(&views[i]))/candidates[i].weight() - float64(p.prompts(&views[j]))/candidates[j].weight()
 }
 

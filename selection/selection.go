@@ -31,7 +31,20 @@ type Candidate struct {
 
 	// Member is the replica's place in the [Prefixes] of the strategy; nil when nothing is recorded for it.
 	Member *Member
+
+	// Outer is what is known of a cache behind the engine's own, such as LMCache; the zero value is unknown.
+	Outer Outer
 }
+
+// Outer is the state of a cache behind the engine's own.
+type Outer struct {
+	Known     bool
+	Available bool    // it works
+	Occupancy float64 // how full it is, in [0, 1]
+}
+
+// down says whether the cache is known not to work.
+func (o Outer) down() bool { return o.Known && !o.Available }
 
 // slot is the candidate's slot in the index, or noSlot. The caller holds the lock of the prefixes.
 func (c *Candidate) slot() int {
@@ -55,6 +68,20 @@ type Request struct {
 
 	// Stream says that the answer is a stream, whose first byte tells that the prompt has been prefilled.
 	Stream bool
+
+	// Residency is what engines say that they hold of the prompt; nil where its token ids are not known.
+	Residency Residency
+}
+
+// Residency is what engines say that they hold of one prompt. Where it is known of a candidate, it takes the place of what was recorded. Its methods are
+// called in the critical section of a pick.
+type Residency interface {
+	// Refresh takes in what is expected of the picks before.
+	Refresh()
+	// Share is the share of the prompt, in [0, 1], that candidate i holds; ok is false where that is not known.
+	Share(i int) (share float64, ok bool)
+	// Expect says that candidate i was picked: it will soon hold the prompt.
+	Expect(i int)
 }
 
 // counted is how many bytes of the prompt count.
@@ -75,6 +102,10 @@ const (
 	ReasonCold Reason = "cold"
 	// ReasonNoPrompt: the request has no prompt to compare.
 	ReasonNoPrompt Reason = "no_prompt"
+	// ReasonNoTokens: the token ids of the request's prompt are not known.
+	ReasonNoTokens Reason = "no_tokens"
+	// ReasonNoSignal: nothing that can be relied on is known of any candidate.
+	ReasonNoSignal Reason = "no_signal"
 	// ReasonSession: the candidate answered the session last, and nothing outweighed that.
 	ReasonSession Reason = "session"
 	// ReasonPipeline: the weighted sum of the scores was the highest.
@@ -88,13 +119,13 @@ const (
 )
 
 // Reasons are all of them.
-var Reasons = []Reason{ReasonCache, ReasonContinuation, ReasonOverloaded, ReasonCold, ReasonNoPrompt, ReasonSession, ReasonPipeline, ReasonLeastPrefill, ReasonOnlyCandidate, ReasonFallback}
+var Reasons = []Reason{ReasonCache, ReasonContinuation, ReasonOverloaded, ReasonCold, ReasonNoPrompt, ReasonNoTokens, ReasonNoSignal, ReasonSession, ReasonPipeline, ReasonLeastPrefill, ReasonOnlyCandidate, ReasonFallback}
 
 // Decision is the outcome of a pick.
 type Decision struct {
 	Index  int     // of the candidate that was picked
 	Reason Reason  // why
-	Score  float64 // the candidate's share of the prompt, in [0, 1]
+	Score  float64 // the candidate's share of the prompt, or for [LMCacheAware] the room in its cache, in [0, 1]
 	Load   int     // its requests in flight, this one not counted
 
 	// Deadline is when the request should have its first token so that short ones go first and none waits for ever, on the clock of the loads: its

@@ -8,14 +8,20 @@ func CachedTokens(blockSize, residentBlocks, promptTokens int) int {
 	return blockSize * min(residentBlocks, max(promptTokens-1, 0)/blockSize)
 }
 
-// BlockKeys returns the chained keys of the full blocks of tokens. The salt (vLLM's cache_salt) goes into the first
-// block, and through the chain into all. Equal tokens have equal keys on all replicas and across restarts, as in
-// vLLM 0.32.
-func BlockKeys(tokens []uint32, blockSize int, salt string) []uint64 {
-	keys := make([]uint64, 0, len(tokens)/blockSize)
+// BlockKeys returns the chained keys of the full blocks of tokens. What else they are to depend on (vLLM's cache_salt, a
+// LoRA adapter) goes into the first block, and through the chain into all. Equal tokens have equal keys on all replicas
+// and across restarts, as in vLLM 0.32.
+func BlockKeys(tokens []uint32, blockSize int, extra ...string) []uint64 {
 	root := fnv.New64a()
-	root.Write([]byte(salt)) // never fails
-	key := root.Sum64()
+	for _, text := range extra {
+		root.Write(append([]byte(text), 0)) // never fails
+	}
+	return chain(root.Sum64(), tokens, blockSize)
+}
+
+// chain returns the keys of full blocks of tokens behind a block with this key.
+func chain(key uint64, tokens []uint32, blockSize int) []uint64 {
+	keys := make([]uint64, 0, len(tokens)/blockSize)
 	for len(tokens) >= blockSize {
 		for _, token := range tokens[:blockSize] {
 			key = mix(key ^ uint64(token))

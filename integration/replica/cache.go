@@ -1,5 +1,7 @@
 package replica
 
+import "slices"
+
 // Cache is a block-wise prefix cache, as vLLM's block pool is: a capacity in blocks, reference counts on the blocks of
 // running requests, and a queue of the unreferenced ones from which the least recently used is evicted.
 //
@@ -8,30 +10,24 @@ package replica
 // the leaf stands before its parent in the queue: a block is never evicted before its children. That is how vLLM gets
 // leaf-first order too (v1/core/block_pool.py, free_blocks).
 //
-// All operations are O(1) for each key. A Cache is not safe for concurrent use.
+// All operations are O(1) for each key, and linear in the copies of a block that is evicted. A Cache is not safe for concurrent use.
 type Cache struct {
 	capacity int // 0: unbounded
+	size     int // resident blocks
 	pinned   int // blocks with at least one reference
 	blocks   map[uint64]*block
 	lru      block  // sentinel of the ring of unreferenced blocks; lru.next is evicted first
 	spare    *block // evicted blocks, for reuse, linked by next
-	observer Observer
+
+	keepCopies bool
+	copies     map[uint64][]*block // those beside the one in blocks, oldest first
+	onRemove   func(key uint64)
 }
 
 type block struct {
 	key        uint64
 	refs       int
 	prev, next *block // in the LRU ring while refs is 0
-}
-
-// Observer is told what becomes resident and what is evicted, in order: the place to publish KV events from. It must
-// not call the cache.
-type Observer interface {
-	// BlocksStored reports that keys[from:] became resident. keys[:from] are their ancestors, as far as the caller
-	// of the cache named them. The slice belongs to the caller.
-	BlocksStored(keys []uint64, from int)
-	// BlockRemoved reports the eviction of one block, as vLLM reports one hash an event.
-	BlockRemoved(key uint64)
 }
 
 // NewCache returns an empty cache of so many blocks; 0 is unbounded.
@@ -41,14 +37,19 @@ func NewCache(capacityBlocks int) *Cache {
 	return c
 }
 
-// Observe sets the observer; nil removes it.
-func (c *Cache) Observe(o Observer) { c.observer = o }
+// KeepCopies makes the cache hold a block once more where it is computed although it is resident, as vLLM's does: the
+// last block of a repeated prompt of whole blocks, and the answers of equal requests. Each copy takes room and is
+// evicted for itself. Without, such a block is shared.
+func (c *Cache) KeepCopies() { c.keepCopies, c.copies = true, make(map[uint64][]*block) }
+
+// OnRemove has f called at the eviction of each block, of each copy of it. It must not call the cache.
+func (c *Cache) OnRemove(f func(key uint64)) { c.onRemove = f }
 
 // Capacity returns the capacity in blocks, 0 for unbounded.
 func (c *Cache) Capacity() int { return c.capacity }
 
-// Len returns the number of resident blocks.
-func (c *Cache) Len() int { return len(c.blocks) }
+// Len returns the number of resident blocks, copies included.
+func (c *Cache) Len() int { return c.size }
 
 // Pinned returns the number of blocks that running requests hold.
 func (c *Cache) Pinned() int { return c.pinned }
@@ -63,56 +64,84 @@ func (c *Cache) Lookup(keys []uint64) int {
 	return len(keys)
 }
 
-// room returns how many leading keys are resident, and whether all keys would fit beside the blocks that are held.
-func (c *Cache) room(keys []uint64) (resident int, fits bool) {
-	resident = c.Lookup(keys)
-	need := len(keys)
-	for _, key := range keys[:resident] {
-		if c.blocks[key].refs > 0 {
-			need--
-		}
-	}
-	return resident, c.capacity == 0 || need <= c.capacity-c.pinned
+// Insert makes keys resident as the most recently used, and returns how many leading keys fit.
+func (c *Cache) Insert(keys []uint64) int {
+	held := c.find(nil, keys)
+	c.pin(held)
+	held = c.compute(held, keys[len(held):])
+	c.release(held)
+	return len(held)
 }
 
-// Acquire makes keys resident and pins them, evicting the least recently used blocks that nobody holds. It stops when
-// there is nothing left to evict, and returns how many leading keys it pinned: the caller owes a Release for these.
-func (c *Cache) Acquire(keys []uint64) int { return c.AcquireFrom(keys, 0) }
+// find appends the resident blocks of the leading keys. It changes nothing.
+func (c *Cache) find(found []*block, keys []uint64) []*block {
+	for _, key := range keys {
+		b := c.blocks[key]
+		if b == nil {
+			break
+		}
+		found = append(found, b)
+	}
+	return found
+}
 
-// AcquireFrom is Acquire of keys[from:] by a caller that already holds keys[:from]. It returns how many leading keys
-// the caller now holds, at least from.
-func (c *Cache) AcquireFrom(keys []uint64, from int) int {
-	stored := from // keys[stored:i] are new and not yet reported
-	i := from
-	for ; i < len(keys); i++ {
-		if b := c.blocks[keys[i]]; b != nil {
-			c.report(keys[:i], stored)
-			stored = i + 1
-			if b.refs == 0 {
-				b.unlink()
-				c.pinned++
-			}
-			b.refs++
+// fits reports whether so many blocks, of which some have been found, have room beside the blocks that are held.
+func (c *Cache) fits(found []*block, blocks int) bool {
+	for _, b := range found {
+		if b.refs > 0 {
+			blocks--
+		}
+	}
+	return c.capacity == 0 || blocks <= c.capacity-c.pinned
+}
+
+// pin holds blocks that have been found: the caller owes a release.
+func (c *Cache) pin(found []*block) {
+	for _, b := range found {
+		if b.refs == 0 {
+			b.unlink()
+			c.pinned++
+		}
+		b.refs++
+	}
+}
+
+// compute makes keys resident and holds their blocks, which it appends to held, evicting the least recently used blocks
+// that nobody holds. It stops where there is nothing left to evict.
+func (c *Cache) compute(held []*block, keys []uint64) []*block {
+	for _, key := range keys {
+		resident := c.blocks[key]
+		if resident != nil && !c.keepCopies {
+			held = append(held, resident)
+			c.pin(held[len(held)-1:])
 			continue
 		}
-		if c.capacity > 0 && len(c.blocks) >= c.capacity {
-			if c.pinned == len(c.blocks) {
+		if c.capacity > 0 && c.size >= c.capacity {
+			if c.pinned == c.size {
 				break
 			}
 			c.evict()
+			if resident != nil {
+				resident = c.blocks[key] // it may have been the one
+			}
 		}
+		b := c.newBlock(key)
+		if resident == nil {
+			c.blocks[key] = b
+		} else {
+			c.copies[key] = append(c.copies[key], b)
+		}
+		c.size++
 		c.pinned++
-		c.blocks[keys[i]] = c.newBlock(keys[i])
+		held = append(held, b)
 	}
-	c.report(keys[:i], stored)
-	return i
+	return held
 }
 
-// Release gives up one reference to each key, which stays resident as the most recently used.
-func (c *Cache) Release(keys []uint64) {
-	for i := len(keys) - 1; i >= 0; i-- {
-		b := c.blocks[keys[i]]
-		if b == nil || b.refs == 0 {
+// release gives up one reference to each block, which stays resident as the most recently used.
+func (c *Cache) release(held []*block) {
+	for _, b := range slices.Backward(held) {
+		if b.refs == 0 {
 			panic("replica: release of a block that is not held")
 		}
 		if b.refs--; b.refs == 0 {
@@ -122,44 +151,35 @@ func (c *Cache) Release(keys []uint64) {
 	}
 }
 
-// Touch marks the leading resident keys as just used and returns their number.
-func (c *Cache) Touch(keys []uint64) int {
-	n := c.Lookup(keys)
-	c.Release(keys[:c.Acquire(keys[:n])])
-	return n
-}
-
-// Insert makes keys resident as the most recently used, and returns how many leading keys fit.
-func (c *Cache) Insert(keys []uint64) int {
-	n := c.Acquire(keys)
-	c.Release(keys[:n])
-	return n
-}
-
-// forget empties a cache of which nothing is held, as the end of a process does: without telling the observer, since a
-// process that ends publishes nothing.
+// forget empties a cache of which nothing is held, as the end of a process does, or a reset. Nobody is told.
 func (c *Cache) forget() {
 	if c.pinned > 0 {
 		panic("replica: a cache with blocks that are held is emptied")
 	}
 	clear(c.blocks)
+	clear(c.copies)
+	c.size = 0
 	c.lru.prev, c.lru.next = &c.lru, &c.lru
 }
 
 func (c *Cache) evict() {
 	b := c.lru.next
 	b.unlink()
-	delete(c.blocks, b.key)
-	if c.observer != nil {
-		c.observer.BlockRemoved(b.key)
+	c.size--
+	switch others := c.copies[b.key]; {
+	case len(others) == 0:
+		delete(c.blocks, b.key)
+		delete(c.copies, b.key)
+	case c.blocks[b.key] == b:
+		c.blocks[b.key], c.copies[b.key] = others[0], others[1:]
+	default:
+		i := slices.Index(others, b)
+		c.copies[b.key] = slices.Delete(others, i, i+1)
+	}
+	if c.onRemove != nil {
+		c.onRemove(b.key)
 	}
 	b.next, c.spare = c.spare, b
-}
-
-func (c *Cache) report(keys []uint64, from int) {
-	if c.observer != nil && from < len(keys) {
-		c.observer.BlocksStored(keys, from)
-	}
 }
 
 func (c *Cache) newBlock(key uint64) *block {

@@ -4,89 +4,69 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"testing"
 )
 
 // naiveCache is the specification of Cache: blocks in a list, in the order in which they may be evicted.
 type naiveCache struct {
 	capacity int
-	lru      []uint64 // unreferenced
-	refs     map[uint64]int
-	log      []string
+	copies   bool
+	lru      []*naiveBlock // unreferenced
+	all      []*naiveBlock // by age
+	removed  []uint64
 }
 
-func (c *naiveCache) resident(key uint64) bool { return c.refs[key] > 0 || slices.Contains(c.lru, key) }
+type naiveBlock struct {
+	key  uint64
+	refs int
+}
+
+func (c *naiveCache) find(key uint64) *naiveBlock {
+	i := slices.IndexFunc(c.all, func(b *naiveBlock) bool { return b.key == key })
+	if i < 0 {
+		return nil
+	}
+	return c.all[i]
+}
 
 func (c *naiveCache) lookup(keys []uint64) int {
 	n := 0
-	for n < len(keys) && c.resident(keys[n]) {
+	for n < len(keys) && c.find(keys[n]) != nil {
 		n++
 	}
 	return n
 }
 
-func (c *naiveCache) acquire(keys []uint64) int {
+// acquire holds keys, of which the first so many are looked up and the others computed.
+func (c *naiveCache) acquire(keys []uint64, hits int) (held []*naiveBlock) {
 	for i, key := range keys {
-		if !c.resident(key) {
-			if c.capacity > 0 && len(c.lru)+len(c.refs) >= c.capacity {
+		b := c.find(key)
+		if b == nil || i >= hits && c.copies {
+			if c.capacity > 0 && len(c.all) >= c.capacity {
 				if len(c.lru) == 0 {
-					return i
+					return held
 				}
-				c.log = append(c.log, fmt.Sprint("-", c.lru[0]))
+				gone := c.lru[0]
+				c.removed = append(c.removed, gone.key)
 				c.lru = c.lru[1:]
+				c.all = slices.DeleteFunc(c.all, func(b *naiveBlock) bool { return b == gone })
 			}
-			c.log = append(c.log, fmt.Sprint("+", key))
+			b = &naiveBlock{key: key}
+			c.all = append(c.all, b)
 		}
-		c.lru = slices.DeleteFunc(c.lru, func(k uint64) bool { return k == key })
-		c.refs[key]++
+		c.lru = slices.DeleteFunc(c.lru, func(other *naiveBlock) bool { return other == b })
+		b.refs++
+		held = append(held, b)
 	}
-	return len(keys)
+	return held
 }
 
-func (c *naiveCache) release(keys []uint64) {
-	for _, key := range slices.Backward(keys) {
-		if c.refs[key]--; c.refs[key] == 0 {
-			delete(c.refs, key)
-			c.lru = append(c.lru, key)
-		}
-	}
-}
-
-// eventLog records events, and checks that parents are stored before and removed after their children.
-type eventLog struct {
-	t        *testing.T
-	log      []string
-	parent   map[uint64]uint64
-	children map[uint64]int
-}
-
-func newEventLog(t *testing.T) *eventLog {
-	return &eventLog{t: t, parent: map[uint64]uint64{}, children: map[uint64]int{}}
-}
-
-func (l *eventLog) BlocksStored(keys []uint64, from int) {
-	for i := from; i < len(keys); i++ {
-		l.log = append(l.log, fmt.Sprint("+", keys[i]))
-		if i > 0 {
-			if _, resident := l.parent[keys[i-1]]; !resident {
-				l.t.Errorf("block %d stored without its parent", keys[i])
-			}
-			l.children[keys[i-1]]++
-			l.parent[keys[i]] = keys[i-1]
-		} else {
-			l.parent[keys[i]] = 0
+func (c *naiveCache) release(held []*naiveBlock) {
+	for _, b := range slices.Backward(held) {
+		if b.refs--; b.refs == 0 {
+			c.lru = append(c.lru, b)
 		}
 	}
-}
-
-func (l *eventLog) BlockRemoved(key uint64) {
-	l.log = append(l.log, fmt.Sprint("-", key))
-	if l.children[key] > 0 {
-		l.t.Errorf("block %d removed before its children", key)
-	}
-	l.children[l.parent[key]]--
-	delete(l.parent, key)
 }
 
 // randomPrompt walks down a tree with few branches, so that prompts share prefixes of any length.
@@ -101,60 +81,57 @@ func randomPrompt(r *rand.Rand) []uint64 {
 }
 
 func TestCacheEqualsNaiveModel(t *testing.T) {
-	for seed := range uint64(200) {
+	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		capacity := r.IntN(40)
-		cache, log := NewCache(capacity), newEventLog(t)
-		cache.Observe(log)
-		naive := &naiveCache{capacity: capacity, refs: map[uint64]int{}}
-		var held [][]uint64
+		cache := NewCache(capacity)
+		naive := &naiveCache{capacity: capacity, copies: seed%2 > 0}
+		if naive.copies {
+			cache.KeepCopies()
+		}
+		var removed []uint64
+		cache.OnRemove(func(key uint64) { removed = append(removed, key) })
+		var held [][]*block
+		var naiveHeld [][]*naiveBlock
 		for op := range 300 {
 			keys := randomPrompt(r)
 			var got, want int
-			switch r.IntN(5) {
+			switch r.IntN(4) {
 			case 0:
 				got, want = cache.Lookup(keys), naive.lookup(keys)
 			case 1:
-				got, want = cache.Touch(keys), naive.lookup(keys)
-				naive.acquire(keys[:want])
-				naive.release(keys[:want])
-			case 2:
-				got, want = cache.Insert(keys), naive.acquire(keys)
-				naive.release(keys[:want])
+				got = cache.Insert(keys)
+				blocks := naive.acquire(keys, naive.lookup(keys))
+				naive.release(blocks)
+				want = len(blocks)
+			case 2: // in steps, as the engine does it, which computes some of what is resident again
+				found := cache.find(nil, keys)
+				hits := r.IntN(len(found) + 1)
+				cache.pin(found[:hits])
+				blocks := cache.compute(found[:hits], keys[hits:])
+				held = append(held, blocks)
+				naiveHeld = append(naiveHeld, naive.acquire(keys, hits))
+				got, want = len(blocks), len(naiveHeld[len(naiveHeld)-1])
 			case 3:
-				// In two steps, as the engine does it.
-				n := cache.Lookup(keys)
-				cache.Acquire(keys[:n])
-				got, want = cache.AcquireFrom(keys, n), naive.acquire(keys)
-				held = append(held, keys[:got])
-			case 4:
 				if len(held) > 0 {
 					i := r.IntN(len(held))
-					cache.Release(held[i])
-					naive.release(held[i])
-					held = slices.Delete(held, i, i+1)
+					cache.release(held[i])
+					naive.release(naiveHeld[i])
+					held, naiveHeld = slices.Delete(held, i, i+1), slices.Delete(naiveHeld, i, i+1)
 				}
 			}
 			if got != want {
 				t.Fatalf("seed %d, operation %d: %d, naive %d", seed, op, got, want)
 			}
-			if cache.Len() != len(naive.lru)+len(naive.refs) || cache.Pinned() != len(naive.refs) {
+			if pinned := len(naive.all) - len(naive.lru); cache.Len() != len(naive.all) || cache.Pinned() != pinned {
 				t.Fatalf("seed %d, operation %d: %d resident, %d pinned; naive %d, %d", seed, op,
-					cache.Len(), cache.Pinned(), len(naive.lru)+len(naive.refs), len(naive.refs))
+					cache.Len(), cache.Pinned(), len(naive.all), pinned)
 			}
 		}
-		for _, sign := range []string{"+", "-"} {
-			if !slices.Equal(only(log.log, sign), only(naive.log, sign)) {
-				t.Fatalf("seed %d: events %s differ", seed, sign)
-			}
+		if !slices.Equal(removed, naive.removed) {
+			t.Fatalf("seed %d: removed %v, naive %v", seed, removed, naive.removed)
 		}
 	}
-}
-
-// only returns the stores or the removals of a log; how they interleave is different, because a cache reports stores at
-// the end of an operation.
-func only(log []string, sign string) []string {
-	return slices.DeleteFunc(slices.Clone(log), func(line string) bool { return !strings.HasPrefix(line, sign) })
 }
 
 func TestCacheEvictsLeafFirst(t *testing.T) {
@@ -178,15 +155,37 @@ func TestCacheEvictsLeafFirst(t *testing.T) {
 
 func TestCacheKeepsHeldBlocks(t *testing.T) {
 	cache := NewCache(3)
-	held := cache.Acquire([]uint64{1, 2})
-	if held != 2 || cache.Insert([]uint64{5, 6, 7}) != 1 || cache.Lookup([]uint64{1, 2}) != 2 {
+	held := cache.compute(nil, []uint64{1, 2})
+	if len(held) != 2 || cache.Insert([]uint64{5, 6, 7}) != 1 || cache.Lookup([]uint64{1, 2}) != 2 {
 		t.Error("a held block made room for another")
 	}
-	if cache.Acquire([]uint64{1, 2, 3, 4}) != 3 {
+	if len(cache.compute(nil, []uint64{1, 2, 3, 4})) != 3 {
 		t.Error("the one block that nobody holds should have made room")
 	}
-	if n := cache.Acquire([]uint64{8}); n != 0 {
+	if n := len(cache.compute(nil, []uint64{8})); n != 0 {
 		t.Errorf("acquired %d blocks of a full cache", n)
+	}
+}
+
+// A block is resident until its last copy is gone.
+func TestCopies(t *testing.T) {
+	cache := NewCache(3)
+	cache.KeepCopies()
+	removed := 0
+	cache.OnRemove(func(uint64) { removed++ })
+	for range 2 {
+		cache.release(cache.compute(nil, []uint64{1}))
+	}
+	if cache.Len() != 2 {
+		t.Errorf("%d blocks, want two copies", cache.Len())
+	}
+	cache.Insert([]uint64{2, 3})
+	if removed != 1 || cache.Lookup([]uint64{1}) != 1 {
+		t.Errorf("%d removed, resident %d", removed, cache.Lookup([]uint64{1}))
+	}
+	cache.Insert([]uint64{4})
+	if removed != 2 || cache.Lookup([]uint64{1}) != 0 {
+		t.Errorf("%d removed, resident %d", removed, cache.Lookup([]uint64{1}))
 	}
 }
 
@@ -198,7 +197,7 @@ func TestReleaseOfWhatIsNotHeldPanics(t *testing.T) {
 	}()
 	cache := NewCache(0)
 	cache.Insert([]uint64{1})
-	cache.Release([]uint64{1})
+	cache.release(cache.find(nil, []uint64{1}))
 }
 
 func BenchmarkCache(b *testing.B) {
@@ -218,10 +217,13 @@ func BenchmarkCache(b *testing.B) {
 	for _, capacity := range []int{0, prompts * blocks / 4} {
 		b.Run(fmt.Sprint("capacity=", capacity), func(b *testing.B) {
 			cache := NewCache(capacity)
+			var held []*block
 			for i := 0; b.Loop(); i++ {
 				p := keys[i*31%prompts]
-				cache.Lookup(p)
-				cache.Release(p[:cache.Acquire(p)])
+				held = cache.find(held[:0], p)
+				cache.pin(held)
+				held = cache.compute(held, p[len(held):])
+				cache.release(held)
 			}
 			b.ReportMetric(float64(b.N)*blocks/b.Elapsed().Seconds(), "blocks/s")
 		})

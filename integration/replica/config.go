@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -16,6 +17,21 @@ type Config struct {
 	// Model is the served model name, or several separated by commas, of which the first is the one in the metrics.
 	// Default "sim".
 	Model string
+	// Adapters are the names of LoRA adapters that are served beside the model, separated by commas. Their requests share
+	// no blocks with others.
+	Adapters string
+	// Ranks is the number of data-parallel engines, of which each has a cache of CacheBlocks. Default 1.
+	Ranks int
+	// KVEvents publishes what the caches hold.
+	KVEvents KVEvents
+	// ScaleOut is vLLM's --enable-scale-out: the paths that end in /render are there; without, they answer 403.
+	ScaleOut bool
+	// SGLangInfo serves GET /server_info in SGLang's form.
+	SGLangInfo bool
+	// LMCache, where set, is given the prompts that are prefilled, as its instance LMCacheInstance; "" is its first one. It
+	// changes nothing for the replica.
+	LMCache         *LMCache
+	LMCacheInstance string
 	// BlockSize is the number of tokens of a cache block. Default 16, as vLLM's.
 	BlockSize int
 	// CacheBlocks is the capacity of the prefix cache in blocks; 0 is unbounded.
@@ -56,11 +72,15 @@ type Config struct {
 	Fault Fault
 	// Listen is the address that [Run] listens on. Default ":8001".
 	Listen string
+	// RunLMCache is the LMCache that [Run] serves beside the replica, where it has an address.
+	RunLMCache LMCacheConfig
 }
 
 func (c Config) withDefaults() Config {
 	c.Timing = c.Timing.WithDefaults()
 	setDefault(&c.Model, "sim")
+	setDefault(&c.Ranks, 1)
+	c.KVEvents.setDefaults()
 	setDefault(&c.BlockSize, 16)
 	setDefault(&c.MaxModelLen, 131072)
 	if c.CacheBlocks > 0 {
@@ -84,6 +104,7 @@ func (c Config) Validate() error {
 		name  string
 		value int64
 	}{
+		{"ranks", int64(c.Ranks)},
 		{"block size", int64(c.BlockSize)},
 		{"cache blocks", int64(c.CacheBlocks)},
 		{"claimed blocks", int64(c.ClaimedBlocks)},
@@ -105,12 +126,20 @@ func (c Config) Validate() error {
 	if c.RefusePriority && c.Scheduling == ByPriority {
 		return errors.New("refuse priority: a replica with priority scheduling does not")
 	}
-	return c.Fault.validate()
+	if c.Ranks > maxRanks {
+		return fmt.Errorf("ranks %d: must be at most %d", c.Ranks, maxRanks)
+	}
+	if err := c.KVEvents.validate(); err != nil {
+		return err
+	}
+	if err := c.RunLMCache.Validate(); err != nil {
+		return err
+	}
+	return c.Fault.validate(serverFaults)
 }
 
-// models returns the served names.
-func (c Config) models() []string {
-	names := strings.Split(c.Model, ",")
+func splitNames(list string) []string {
+	names := strings.Split(list, ",")
 	for i := range names {
 		names[i] = strings.TrimSpace(names[i])
 	}
@@ -144,20 +173,67 @@ func RegisterFlags(fs *flag.FlagSet) *Config {
 	fs.StringVar(&c.APIKey, "api-key", c.APIKey, "bearer token to demand on /v1 paths")
 	fs.BoolVar(&c.NoPromptTokensDetails, "no-prompt-tokens-details", false, "leave cached_tokens out of the usage objects")
 	fs.Uint64Var(&c.Seed, "seed", c.Seed, "varies the generated text")
-	fs.Func("fault", "fault from the start: "+faultKinds()+`, or as JSON, such as {"kind":"503","count":3}`, func(s string) (err error) {
-		c.Fault, err = ParseFault(s)
-		return err
-	})
+	faultFlag(fs, &c.Fault, "fault", "fault from the start", serverFaults)
+	fs.StringVar(&c.Adapters, "adapters", "", "names of LoRA adapters, separated by commas")
+	fs.IntVar(&c.Ranks, "ranks", c.Ranks, "data-parallel engines; a request chooses one by X-data-parallel-rank, else they take turns")
+	fs.BoolVar(&c.ScaleOut, "scale-out", false, "serve the paths that end in /render (vLLM: --enable-scale-out)")
+	fs.BoolVar(&c.SGLangInfo, "sglang-info", false, "serve GET /server_info in SGLang's form")
+
+	k := &c.KVEvents
+	fs.StringVar(&k.Endpoint, "kv-events", "", "where to publish KV events, such as tcp://*:5557; rank r publishes r ports above")
+	fs.StringVar(&k.ReplayEndpoint, "kv-replay", "", "where to answer requests for past KV events, such as tcp://*:5657")
+	fs.StringVar(&k.Topic, "kv-topic", "", "topic of the KV events")
+	fs.IntVar(&k.BufferSteps, "kv-buffer-steps", k.BufferSteps, "batches that a replay can have")
+	fs.IntVar(&k.HighWater, "kv-high-water", k.HighWater, "batches that wait for a slow subscriber before it loses some")
+	fs.StringVar((*string)(&k.Form), "kv-form", string(k.Form), "form of an event: map, or array as before vLLM 0.24")
+	fs.BoolVar(&k.ReplayWithoutTopic, "kv-replay-without-topic", false, "leave the topic out of replays, as before vLLM 0.26")
+	fs.Uint64Var(&k.FirstSeq, "kv-first-seq", 0, "number of the first batch")
+	fs.DurationVar(&k.Delay, "kv-delay", 0, "longest random delay of events after what they are about")
+	fs.BoolVar(&k.NoSources, "no-kv-event-sources", false, "answer 404 to GET /kv_event_sources, as older engines do")
+	faultFlag(fs, &k.Fault, "kv-fault", "fault of the KV events from the start", eventFaults)
+
+	l := &c.RunLMCache
+	*l = l.withDefaults()
+	fs.StringVar(&l.Listen, "lmcache", "", "address to serve an LMCache on that holds the prompts that were prefilled")
+	fs.StringVar((*string)(&l.Kind), "lmcache-kind", string(l.Kind), fmt.Sprint("interface of the LMCache, one of ", lmcacheKinds))
+	fs.StringVar(&l.Instance, "lmcache-instance", l.Instance, "name of the replica in the LMCache")
+	fs.StringVar(&l.Model, "lmcache-model", l.Model, "path of the model, by which an LMCache coordinator knows it")
+	fs.IntVar(&l.ChunkTokens, "lmcache-chunk-tokens", l.ChunkTokens, "tokens of a chunk")
+	fs.Int64Var(&l.CapacityBytes, "lmcache-capacity", l.CapacityBytes, "bytes that the LMCache holds, at 1 MiB a chunk")
+	faultFlag(fs, &l.Fault, "lmcache-fault", "fault of the LMCache from the start", lmcacheFaults)
 	return c
 }
 
-// Run serves on cfg.Listen until ctx is done, then shuts down as vLLM does on SIGTERM.
+func faultFlag(fs *flag.FlagSet, into *Fault, name, usage string, of faultSet) {
+	fs.Func(name, usage+": "+of.String()+`, or as JSON, such as {"kind":"`+string(of.counted[0])+`","count":3}`, func(s string) (err error) {
+		if *into, err = ParseFault(s); err == nil {
+			err = into.validate(of)
+		}
+		return err
+	})
+}
+
+// Run serves on cfg.Listen until ctx is done, then shuts down as vLLM does on SIGTERM. Where cfg.RunLMCache listens too, the
+// replica's prompts go there.
 func Run(ctx context.Context, cfg Config, logf func(format string, args ...any)) error {
+	if cfg.RunLMCache.Listen != "" {
+		cfg.LMCache = NewLMCache(cfg.RunLMCache)
+		if err := cfg.LMCache.Start(cfg.RunLMCache.Listen); err != nil {
+			return err
+		}
+		defer cfg.LMCache.Close()
+		logf("LMCache (%s) on %s", cfg.RunLMCache.Kind, cfg.LMCache.URL())
+	}
 	s := New(cfg)
 	if err := s.Start(s.cfg.Listen); err != nil {
 		return err
 	}
 	logf("replica of %s on %s", s.cfg.Model, s.URL())
+	for i := range s.ranks {
+		if pub, replay := s.EventEndpoints(i); pub != "" {
+			logf("KV events of rank %d on %s, replays on %s", i, pub, cmp.Or(replay, "none"))
+		}
+	}
 	<-ctx.Done()
 	return s.Shutdown(context.WithoutCancel(ctx))
 }

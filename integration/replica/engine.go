@@ -23,12 +23,14 @@ type Engine struct {
 	cachedTokens func(residentBlocks, promptTokens int) int
 	speed        float64 // times what timing says
 	stopped      bool
+	onStep       func()
 
 	waiting   jobHeap // by the order in which they are taken
 	prefill   *Job    // the one running job that is being prefilled
 	running   int     // jobs that hold a slot, prefill included
 	events    jobHeap // running jobs by the time of their next event
 	submitted uint64
+	found     []*block // reused from one admit to the next
 }
 
 // Job is one sequence to prefill and decode. The caller sets the first group of fields and leaves them alone after
@@ -41,12 +43,17 @@ type Job struct {
 	PromptBlocks int
 	// PromptTokens and OutputTokens (at least 1) are the lengths.
 	PromptTokens, OutputTokens int
-	// BlockSize is the number of tokens of the blocks that the answer fills; unused without such blocks.
+	// BlockSize is the number of tokens of a block; unused where the answer fills none and the cache keeps no copies.
 	BlockSize int
 	// Priority orders waiting jobs, lowest first, where the engine's Scheduling is ByPriority.
 	Priority int64
 	// SlowFactor, where above 0, multiplies all of the job's computing times.
 	SlowFactor float64
+	// IgnoreCached makes the job compute all of its prompt, whatever is resident.
+	IgnoreCached bool
+	// Stored, where set, is called after Keys[from:to] have been computed and become resident. In a cache that keeps no
+	// copies they may have been so before. It must not call the engine.
+	Stored func(from, to int)
 	// Notify, where set, is called after the job's Phase has changed. It must not call the engine.
 	Notify func()
 
@@ -61,7 +68,7 @@ type Job struct {
 	decodeTime time.Duration // time between two tokens
 	paceToken  int           // token number paceToken came at paceFrom, the later ones come decodeTime apart
 	paceFrom   time.Duration
-	held       int           // Keys[:held] are pinned
+	held       []*block      // pinned: those of the first Keys
 	full       bool          // the cache had no room for a block: the rest is not cached
 	at         time.Duration // time of the next event
 	order      uint64        // of submission
@@ -104,6 +111,9 @@ func NewEngine(timing Timing, cache *Cache, cachedTokens func(residentBlocks, pr
 	}
 }
 
+// OnStep has f called whenever all that happens at one time has happened. It must not call the engine.
+func (e *Engine) OnStep(f func()) { e.onStep = f }
+
 // Cache returns the engine's prefix cache.
 func (e *Engine) Cache() *Cache { return e.cache }
 
@@ -118,7 +128,7 @@ func (e *Engine) Waiting() int { return e.waiting.Len() }
 func (e *Engine) UsedBlocks() int {
 	used := e.cache.Pinned()
 	if e.prefill != nil {
-		used += e.prefill.PromptBlocks - e.prefill.held
+		used += e.prefill.PromptBlocks - len(e.prefill.held)
 	}
 	return used
 }
@@ -173,7 +183,7 @@ func (e *Engine) abort(now time.Duration, j *Job) {
 }
 
 // Stop is the end of the replica's process: all jobs are aborted at once, the cache is empty, and Submit answers
-// ErrStopped until [Engine.Start]. The observer of the cache is told nothing, as nobody is when a process dies. Stop
+// ErrStopped until [Engine.Start]. Nobody is told which blocks are gone, as nobody is when a process dies. Stop
 // returns the jobs that it has aborted in the order in which they came, for whoever sends them elsewhere.
 func (e *Engine) Stop(now time.Duration) []*Job {
 	e.Advance(now)
@@ -232,7 +242,11 @@ func (e *Engine) Next() (time.Duration, bool) {
 // Advance makes everything happen that happens until now, in the order of time.
 func (e *Engine) Advance(now time.Duration) {
 	for e.events.Len() > 0 && e.events.jobs[0].at <= now {
+		at := e.events.jobs[0].at
 		e.step(e.events.jobs[0])
+		if e.onStep != nil && (e.events.Len() == 0 || e.events.jobs[0].at > at) {
+			e.onStep()
+		}
 	}
 }
 
@@ -260,17 +274,15 @@ func (e *Engine) step(j *Job) {
 	now := j.at
 	if j.Phase == Prefilling {
 		e.prefill = nil
-		j.held = e.cache.AcquireFrom(j.Keys[:j.PromptBlocks], j.held)
-		j.full = j.held < j.PromptBlocks
+		j.full = e.compute(j, j.PromptBlocks) < j.PromptBlocks
 		j.FirstToken = now
 		j.paceToken, j.paceFrom = 1, now
 		e.setPhase(j, Decoding)
 	}
 	generated := j.TokensAt(now)
 	for j.answerBlockAt() <= generated {
-		held := j.held
-		j.held = e.cache.AcquireFrom(j.Keys[:held+1], held)
-		j.full = j.held == held // vLLM would preempt a request here
+		want := len(j.held) + 1
+		j.full = e.compute(j, want) < want // vLLM would preempt a request here
 	}
 	if generated < j.OutputTokens {
 		j.at = j.nextDecodeEvent()
@@ -283,6 +295,16 @@ func (e *Engine) step(j *Job) {
 	e.admit(now)
 }
 
+// compute makes the first so many blocks of a job resident, as far as there is room, and returns how many are.
+func (e *Engine) compute(j *Job, blocks int) int {
+	from := len(j.held)
+	j.held = e.cache.compute(j.held, j.Keys[from:blocks])
+	if j.Stored != nil && len(j.held) > from {
+		j.Stored(from, len(j.held))
+	}
+	return len(j.held)
+}
+
 // nextDecodeEvent returns when the next block of the answer is full, or the answer is.
 func (j *Job) nextDecodeEvent() time.Duration {
 	return j.TokenTime(min(j.OutputTokens, j.answerBlockAt()))
@@ -291,10 +313,10 @@ func (j *Job) nextDecodeEvent() time.Duration {
 // answerBlockAt returns how many tokens have been generated when the next block of the answer is full: one more than
 // it holds, because a sampled token is computed only in the next step (the last one never is).
 func (j *Job) answerBlockAt() int {
-	if j.full || j.held == len(j.Keys) {
+	if j.full || len(j.held) == len(j.Keys) {
 		return math.MaxInt
 	}
-	return (j.held+1)*j.BlockSize - j.PromptTokens + 1
+	return (len(j.held)+1)*j.BlockSize - j.PromptTokens + 1
 }
 
 // admit starts the prefill of the first waiting job, if the prefill unit, a slot and enough blocks are free.
@@ -303,16 +325,24 @@ func (e *Engine) admit(now time.Duration) {
 		return
 	}
 	j := e.waiting.jobs[0]
-	prompt := j.Keys[:j.PromptBlocks]
-	resident, fits := e.cache.room(prompt)
-	if !fits && e.running > 0 { // alone, it is let in to cache what it can
+	found := e.found[:0]
+	if !j.IgnoreCached {
+		found = e.cache.find(found, j.Keys[:j.PromptBlocks])
+		e.found = found
+	}
+	cached := min(e.cachedTokens(len(found), j.PromptTokens), j.PromptTokens)
+	if e.cache.keepCopies {
+		found = found[:cached/j.BlockSize] // the rest is computed once more
+	}
+	if !e.cache.fits(found, j.PromptBlocks) && e.running > 0 { // alone, it is let in to cache what it can
 		return
 	}
 	heap.Pop(&e.waiting)
 	e.running++
 	e.prefill = j
-	j.held = e.cache.Acquire(prompt[:resident])
-	j.CachedTokens = min(e.cachedTokens(resident, j.PromptTokens), j.PromptTokens)
+	e.cache.pin(found)
+	j.held = append(make([]*block, 0, len(j.Keys)), found...)
+	j.CachedTokens = cached
 	j.Started = now
 	j.decodeTime = e.decodeTime(j)
 	j.at = now + scale(e.timing.PrefillTime(j.PromptTokens-j.CachedTokens), j.SlowFactor/e.speed)
@@ -326,8 +356,8 @@ func (e *Engine) finish(j *Job, now time.Duration, phase Phase) {
 		e.prefill = nil
 	}
 	e.running--
-	e.cache.Release(j.Keys[:j.held])
-	j.held = 0
+	e.cache.release(j.held)
+	j.held = nil
 	j.Finished = now
 	e.setPhase(j, phase)
 }

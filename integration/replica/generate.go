@@ -1,6 +1,7 @@
 package replica
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -49,6 +50,7 @@ type options struct {
 	CacheSalt           *string         `json:"cache_salt"`
 	Priority            json.RawMessage `json:"priority"`
 	ReturnTokenIDs      bool            `json:"return_token_ids"`
+	SessionID           string          `json:"session_id"`
 	StreamOptions       struct {
 		IncludeUsage         bool `json:"include_usage"`
 		ContinuousUsageStats bool `json:"continuous_usage_stats"`
@@ -61,6 +63,7 @@ type params struct {
 	maxTokens    *int       // whichever of the names the API has
 	priority     int64      // what Priority says, once it has been read
 	prompts      [][]uint32 // a list for text completions only
+	ignoreCached bool       // the prompt's own log probabilities are wanted, for which all of it must be computed
 	instructions *string    // responses only
 }
 
@@ -104,6 +107,10 @@ type call struct {
 	*params
 	id        string
 	created   int64
+	rank      *rank
+	adapter   adapter
+	salt      string
+	session   string
 	details   bool // cached_tokens in the OpenAI usage
 	sequences []*sequence
 	poke      chan struct{} // says that the phase of a sequence has changed
@@ -113,6 +120,8 @@ type call struct {
 type sequence struct {
 	Job
 	prompt, answer []uint32
+	computed       []uint32 // both, without the last token of the answer: it is sampled and never computed
+	salt           string
 	limited        bool // ends because of max_tokens or the model's length
 }
 
@@ -129,14 +138,17 @@ func (q *sequence) finishReason() string {
 
 func (q *sequence) text() string { return tokensText(q.answer[:q.Generated]) }
 
-func (s *Server) newCall(p *params, id string, slowFactor float64) *call {
-	c := &call{params: p, id: id, created: time.Now().Unix(), details: !s.cfg.NoPromptTokensDetails, poke: make(chan struct{}, 1)}
+func (s *Server) newCall(p *params, id string, r *rank, session string, slowFactor float64) *call {
+	c := &call{params: p, id: id, created: time.Now().Unix(), rank: r, session: cmp.Or(session, p.SessionID),
+		details: !s.cfg.NoPromptTokensDetails, poke: make(chan struct{}, 1)}
 	if c.Model == "" {
 		c.Model = s.names[0]
 	}
-	salt := ""
+	if i := slices.Index(s.adapters, c.Model); i >= 0 {
+		c.adapter = adapter{name: c.Model, id: i + 1}
+	}
 	if p.CacheSalt != nil {
-		salt = *p.CacheSalt
+		c.salt = *p.CacheSalt
 	}
 	for _, prompt := range p.prompts {
 		seed := s.cfg.Seed
@@ -144,24 +156,26 @@ func (s *Server) newCall(p *params, id string, slowFactor float64) *call {
 			seed = mix(seed ^ uint64(token))
 		}
 		for choice := range p.n() {
-			q := &sequence{prompt: prompt}
+			q := &sequence{prompt: prompt, salt: c.salt}
 			n, room := s.cfg.AnswerTokens, s.cfg.MaxModelLen-len(prompt)
 			if p.maxTokens != nil {
 				n = *p.maxTokens
 			}
 			q.limited = p.maxTokens != nil || n > room
 			q.answer = answerTokens(seed+uint64(choice), min(n, room))
-			cacheable := slices.Concat(prompt, q.answer[:len(q.answer)-1]) // the last sampled token is never computed
+			q.computed = slices.Concat(prompt, q.answer[:len(q.answer)-1])
 			q.Job = Job{
-				Keys:         BlockKeys(cacheable, s.cfg.BlockSize, salt),
+				Keys:         BlockKeys(q.computed, s.cfg.BlockSize, c.salt, c.adapter.name),
 				PromptBlocks: len(prompt) / s.cfg.BlockSize,
 				PromptTokens: len(prompt),
 				OutputTokens: len(q.answer),
 				Priority:     p.priority,
 				BlockSize:    s.cfg.BlockSize,
 				SlowFactor:   slowFactor,
+				IgnoreCached: p.ignoreCached,
+				Stored:       func(from, to int) { c.stored(q, from, to) },
 				Notify: func() {
-					s.sequenceChanged(q)
+					s.sequenceChanged(r, q)
 					select {
 					case c.poke <- struct{}{}:
 					default:
@@ -174,15 +188,49 @@ func (s *Server) newCall(p *params, id string, slowFactor float64) *call {
 	return c
 }
 
+// stored tells the subscribers of the rank's events what a sequence has computed.
+func (c *call) stored(q *sequence, from, to int) {
+	if c.rank.events == nil {
+		return
+	}
+	s := &storedBlocks{
+		hashes:    q.Keys[from:to],
+		tokens:    q.computed[from*q.BlockSize : to*q.BlockSize],
+		blockSize: q.BlockSize,
+		adapter:   c.adapter,
+		salt:      q.salt,
+		session:   c.session,
+	}
+	if from > 0 {
+		s.parent = q.Keys[from-1]
+	}
+	c.rank.events.stored(s)
+}
+
+// parse reads a body and checks all that is not up to the API.
+func (s *Server) parse(a api, body []byte) (*params, *apiError) {
+	p, e := a.parse(body)
+	if e == nil {
+		e = p.readPriority()
+	}
+	if e == nil {
+		e = s.checkModel(p.Model)
+	}
+	if e == nil {
+		e = p.check(s.cfg.MaxModelLen)
+	}
+	return p, e
+}
+
 // generate returns the handler of one API.
 func (s *Server) generate(a api) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		body, e := s.readBody(w, r)
 		s.mu.Lock()
-		s.metrics.requests++
+		s.received++
 		draining := s.draining
 		s.mu.Unlock()
-		fault := s.takeFault()
+		fault := s.faults.take()
 		switch {
 		case draining || fault.Kind == Status500 || fault.Kind == Unhealthy:
 			a.writeError(w, errShutdown)
@@ -202,16 +250,11 @@ func (s *Server) generate(a api) http.HandlerFunc {
 		}
 		var p *params
 		if e == nil {
-			p, e = a.parse(body)
+			p, e = s.parse(a, body)
 		}
+		var rank *rank
 		if e == nil {
-			e = p.readPriority()
-		}
-		if e == nil {
-			e = s.checkModel(p.Model)
-		}
-		if e == nil {
-			e = p.check(s.cfg.MaxModelLen)
+			rank, e = s.chooseRank(r)
 		}
 		if e == nil && s.cfg.RefusePriority && p.priority != 0 {
 			e = priorityRefused(p.priority)
@@ -234,7 +277,7 @@ func (s *Server) generate(a api) http.HandlerFunc {
 		case Die:
 			dieAfter = fault.After
 		}
-		c := s.newCall(p, a.idPrefix()+id, slowFactor)
+		c := s.newCall(p, a.idPrefix()+id, rank, r.Header.Get("X-Session-ID"), slowFactor)
 		if fault.Kind == StreamError {
 			out := newEvents(w, 0)
 			a.newAnswer(c).open(out)
@@ -267,8 +310,8 @@ func (s *Server) submit(c *call) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := s.now()
-	if err := s.engine.Submit(now, jobs...); errors.Is(err, ErrQueueFull) {
-		s.metrics.rejected++
+	if err := c.rank.engine.Submit(now, jobs...); errors.Is(err, ErrQueueFull) {
+		s.rejected++
 		return false
 	}
 	s.calls[c] = struct{}{}

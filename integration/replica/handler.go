@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -14,7 +15,7 @@ import (
 func (s *Server) newRoutes() map[string]map[string]http.HandlerFunc {
 	get := func(h http.HandlerFunc) map[string]http.HandlerFunc { return map[string]http.HandlerFunc{"GET": h} }
 	post := func(h http.HandlerFunc) map[string]http.HandlerFunc { return map[string]http.HandlerFunc{"POST": h} }
-	return map[string]map[string]http.HandlerFunc{
+	routes := map[string]map[string]http.HandlerFunc{
 		"/v1/chat/completions":      post(s.generate(chatAPI{})),
 		"/v1/completions":           post(s.generate(completionsAPI{})),
 		"/v1/messages":              post(s.generate(messagesAPI{})),
@@ -28,8 +29,24 @@ func (s *Server) newRoutes() map[string]map[string]http.HandlerFunc {
 		"/metrics":                  get(s.serveMetrics),
 		"/version":                  get(func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, 200, obj("version", "0.32.0")) }),
 		"/load":                     get(func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, 200, obj("server_load", 0)) }),
-		"/sim/fault":                {"GET": s.adminFault, "POST": s.adminFault, "DELETE": s.adminFault},
+		"/reset_prefix_cache":       post(s.resetPrefixCache),
+		"/kv_event_sources":         get(s.eventSources),
+		"/server_info":              get(s.serverInfo),
+		"/sim/fault":                {"GET": s.faults.serve, "POST": s.faults.serve, "DELETE": s.faults.serve},
+		"/sim/kv-fault":             {"GET": s.eventFaults.serve, "POST": s.eventFaults.serve, "DELETE": s.eventFaults.serve},
+
+		"/v1/chat/completions/render": post(s.render(chatAPI{})),
+		"/v1/completions/render":      post(s.render(completionsAPI{})),
+		"/v1/messages/render":         post(s.render(messagesAPI{})),
+		"/v1/responses/render":        post(s.render(responsesAPI{})),
 	}
+	if s.cfg.KVEvents.NoSources {
+		delete(routes, "/kv_event_sources")
+	}
+	if !s.cfg.SGLangInfo {
+		delete(routes, "/server_info")
+	}
+	return routes
 }
 
 // ServeHTTP answers one request as vLLM's API server does.
@@ -74,16 +91,22 @@ func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
 
 func (s *Server) listModels(w http.ResponseWriter, _ *http.Request) {
 	models := []any{}
-	for i, name := range s.names {
+	add := func(name string, parent, maxLen any) {
 		models = append(models, obj(
-			"id", name, "object", "model", "created", s.born.Unix(), "owned_by", "vllm", "root", s.names[0], "parent", nil,
-			"max_model_len", s.cfg.MaxModelLen,
+			"id", name, "object", "model", "created", s.born.Unix(), "owned_by", "vllm", "root", s.names[0], "parent", parent,
+			"max_model_len", maxLen,
 			"permission", []any{obj(
-				"id", fmt.Sprintf("modelperm-%016x", mix(uint64(i))), "object", "model_permission", "created", s.born.Unix(),
+				"id", fmt.Sprintf("modelperm-%016x", mix(uint64(len(models)))), "object", "model_permission", "created", s.born.Unix(),
 				"allow_create_engine", false, "allow_sampling", true, "allow_logprobs", true, "allow_search_indices", false,
 				"allow_view", true, "allow_fine_tuning", false, "organization", "*", "group", nil, "is_blocking", false,
 			)},
 		))
+	}
+	for _, name := range s.names {
+		add(name, nil, s.cfg.MaxModelLen)
+	}
+	for _, name := range s.adapters {
+		add(name, s.names[0], nil)
 	}
 	writeJSON(w, http.StatusOK, obj("object", "list", "data", models))
 }
@@ -163,28 +186,6 @@ func (s *Server) countTokens(w http.ResponseWriter, r *http.Request) {
 	}
 	n := len(p.prompts[0])
 	writeJSON(w, http.StatusOK, obj("input_tokens", n, "context_management", obj("original_input_tokens", n)))
-}
-
-// adminFault shows, sets and lifts the fault. It is the simulator's own, vLLM has no such path.
-func (s *Server) adminFault(w http.ResponseWriter, r *http.Request) {
-	var err error
-	switch r.Method {
-	case "POST":
-		var body []byte
-		var f Fault
-		if body, err = io.ReadAll(http.MaxBytesReader(w, r.Body, 1<<16)); err == nil {
-			if f, err = ParseFault(strings.TrimSpace(string(body))); err == nil {
-				err = s.SetFault(f)
-			}
-		}
-	case "DELETE":
-		err = s.ClearFault()
-	}
-	if err != nil {
-		writeJSON(w, http.StatusBadRequest, obj("error", err.Error()))
-		return
-	}
-	writeJSON(w, http.StatusOK, s.Fault())
 }
 
 // apiError is an error as vLLM words it; see the recordings in testdata.
@@ -272,10 +273,8 @@ func decode(body []byte, v any) *apiError {
 
 // checkModel accepts a missing model, as vLLM does.
 func (s *Server) checkModel(model string) *apiError {
-	for _, name := range s.names {
-		if model == name || model == "" {
-			return nil
-		}
+	if model == "" || slices.Contains(s.names, model) || slices.Contains(s.adapters, model) {
+		return nil
 	}
 	return &apiError{status: 404, kind: "NotFoundError", param: "model", message: fmt.Sprintf(
 		"The model `%s` does not exist. Valid aliases: %s.", model, strings.Join(s.names, ", "))}

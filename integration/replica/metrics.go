@@ -10,10 +10,8 @@ import (
 	"time"
 )
 
-// metrics are what /metrics and Stats show. They are guarded by the server's mu.
+// metrics are what /metrics and Stats show of a rank. They are guarded by the server's mu.
 type metrics struct {
-	requests        int // HTTP requests to generate
-	rejected        int // by MaxQueued
 	queriedTokens   int // prompt tokens looked up in the cache
 	hitTokens       int
 	promptTokens    int
@@ -63,14 +61,17 @@ func (h *histogram) observe(d time.Duration) {
 }
 
 // sequenceChanged counts what the engine did with a sequence. The engine calls it, so the caller holds mu.
-func (s *Server) sequenceChanged(q *sequence) {
-	m := &s.metrics
+func (s *Server) sequenceChanged(r *rank, q *sequence) {
+	m := &r.metrics
 	switch q.Phase {
 	case Prefilling:
 		m.queriedTokens += q.PromptTokens
 		m.hitTokens += q.CachedTokens
 		m.queueTime.observe(s.wall(q.Started - q.Submitted))
 	case Decoding:
+		if lm := s.cfg.LMCache; lm != nil {
+			lm.Store(s.cfg.LMCacheInstance, q.prompt, q.salt)
+		}
 		m.promptTokens += q.PromptTokens
 		m.cachedTokens += q.CachedTokens
 		m.prefillTime.observe(s.wall(q.FirstToken - q.Started))
@@ -96,61 +97,75 @@ func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
 }
 
 func (s *Server) writeMetrics(w io.Writer) {
-	m, e := &s.metrics, s.engine
-	labels := fmt.Sprintf("engine=%q,model_name=%q", "0", s.names[0])
 	head := func(name, kind, help string) {
 		fmt.Fprintf(w, "# HELP %s %s\n# TYPE %[1]s %[3]s\n", name, help, kind)
 	}
-	gauge := func(name, help string, value float64) {
+	labels := func(rank int, more string) string {
+		return fmt.Sprintf("{engine=\"%d\",%smodel_name=%q}", rank, more, s.names[0])
+	}
+	gauge := func(name, help string, value func(r *rank) float64) {
 		head(name, "gauge", help)
-		fmt.Fprintf(w, "%s{%s} %s\n", name, labels, float(value))
-	}
-	counter := func(name, help string, value int) {
-		head(name, "counter", help)
-		fmt.Fprintf(w, "%s{%s} %s\n", name, labels, float(float64(value)))
-	}
-	histogram := func(name, help string, h *histogram) {
-		head(name, "histogram", help)
-		for i, bound := range h.bounds {
-			fmt.Fprintf(w, "%s_bucket{engine=\"0\",le=%q,model_name=%q} %s\n", name, float(bound), s.names[0], float(float64(h.counts[i])))
+		for i, r := range s.ranks {
+			fmt.Fprintf(w, "%s%s %s\n", name, labels(i, ""), float(value(r)))
 		}
-		fmt.Fprintf(w, "%s_bucket{engine=\"0\",le=\"+Inf\",model_name=%q} %s\n", name, s.names[0], float(float64(h.count)))
-		fmt.Fprintf(w, "%s_count{%s} %s\n%[1]s_sum{%[2]s} %[4]s\n", name, labels, float(float64(h.count)), float(h.sum))
+	}
+	counter := func(name, help string, value func(m *metrics) int) {
+		head(name, "counter", help)
+		for i, r := range s.ranks {
+			fmt.Fprintf(w, "%s%s %s\n", name, labels(i, ""), float(float64(value(&r.metrics))))
+		}
+	}
+	histograms := func(name, help string, of func(m *metrics) *histogram) {
+		head(name, "histogram", help)
+		for i, r := range s.ranks {
+			h := of(&r.metrics)
+			for k, bound := range h.bounds {
+				fmt.Fprintf(w, "%s_bucket%s %s\n", name, labels(i, fmt.Sprintf("le=%q,", float(bound))), float(float64(h.counts[k])))
+			}
+			fmt.Fprintf(w, "%s_bucket%s %s\n", name, labels(i, `le="+Inf",`), float(float64(h.count)))
+			fmt.Fprintf(w, "%s_count%s %s\n%[1]s_sum%[2]s %[4]s\n", name, labels(i, ""), float(float64(h.count)), float(h.sum))
+		}
 	}
 
 	head("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.")
 	fmt.Fprintf(w, "process_start_time_seconds %s\n", float(float64(s.started.UnixMilli())/1e3))
-	gauge("vllm:num_requests_running", "Number of requests in model execution batches.", float64(e.Running()))
-	gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", float64(e.Waiting()))
-	usage := 0.0
-	if capacity := e.Cache().Capacity(); capacity > 0 {
-		usage = min(1, float64(e.UsedBlocks())/float64(capacity))
-	}
-	gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage)
-	counter("vllm:prefix_cache_queries_total", "Prefix cache queries, in terms of number of queried tokens.", m.queriedTokens)
-	counter("vllm:prefix_cache_hits_total", "Prefix cache hits, in terms of number of cached tokens.", m.hitTokens)
-	counter("vllm:num_preemptions_total", "Cumulative number of preemption from the engine.", 0)
-	counter("vllm:prompt_tokens_total", "Number of prefill tokens processed.", m.promptTokens)
-	counter("vllm:prompt_tokens_cached_total", "Number of cached prompt tokens (local + external).", m.cachedTokens)
-	counter("vllm:generation_tokens_total", "Number of generation tokens processed.", m.generatedTokens)
+	gauge("vllm:num_requests_running", "Number of requests in model execution batches.", func(r *rank) float64 { return float64(r.engine.Running()) })
+	gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", func(r *rank) float64 { return float64(r.engine.Waiting()) })
+	gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", func(r *rank) float64 {
+		capacity := r.engine.Cache().Capacity()
+		if capacity == 0 {
+			return 0
+		}
+		return min(1, float64(r.engine.UsedBlocks())/float64(capacity))
+	})
+	counter("vllm:prefix_cache_queries_total", "Prefix cache queries, in terms of number of queried tokens.", func(m *metrics) int { return m.queriedTokens })
+	counter("vllm:prefix_cache_hits_total", "Prefix cache hits, in terms of number of cached tokens.", func(m *metrics) int { return m.hitTokens })
+	counter("vllm:num_preemptions_total", "Cumulative number of preemption from the engine.", func(*metrics) int { return 0 })
+	counter("vllm:prompt_tokens_total", "Number of prefill tokens processed.", func(m *metrics) int { return m.promptTokens })
+	counter("vllm:prompt_tokens_cached_total", "Number of cached prompt tokens (local + external).", func(m *metrics) int { return m.cachedTokens })
+	counter("vllm:generation_tokens_total", "Number of generation tokens processed.", func(m *metrics) int { return m.generatedTokens })
 	head("vllm:request_success_total", "counter", "Count of successfully processed requests.")
-	for _, reason := range []string{"stop", "length", "abort", "error", "repetition"} {
-		fmt.Fprintf(w, "vllm:request_success_total{engine=\"0\",finished_reason=%q,model_name=%q} %s\n", reason, s.names[0], float(float64(m.finished[reason])))
+	for i, r := range s.ranks {
+		for _, reason := range []string{"stop", "length", "abort", "error", "repetition"} {
+			fmt.Fprintf(w, "vllm:request_success_total%s %s\n", labels(i, fmt.Sprintf("finished_reason=%q,", reason)), float(float64(r.metrics.finished[reason])))
+		}
 	}
 	head("vllm:admission_rejections_total", "counter", "Number of admission attempts rejected by a queue limit, by reason.")
-	fmt.Fprintf(w, "vllm:admission_rejections_total{model_name=%q,reason=\"max_num_queued_reqs\"} %s\n", s.names[0], float(float64(m.rejected)))
-	histogram("vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds.", &m.firstToken)
-	histogram("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", &m.endToEnd)
-	histogram("vllm:request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", &m.queueTime)
-	histogram("vllm:request_prefill_time_seconds", "Histogram of time spent in PREFILL phase for request.", &m.prefillTime)
-	histogram("vllm:request_decode_time_seconds", "Histogram of time spent in DECODE phase for request.", &m.decodeTime)
+	fmt.Fprintf(w, "vllm:admission_rejections_total{model_name=%q,reason=\"max_num_queued_reqs\"} %s\n", s.names[0], float(float64(s.rejected)))
+	histograms("vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds.", func(m *metrics) *histogram { return &m.firstToken })
+	histograms("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", func(m *metrics) *histogram { return &m.endToEnd })
+	histograms("vllm:request_queue_time_seconds", "Histogram of time spent in WAITING phase for request.", func(m *metrics) *histogram { return &m.queueTime })
+	histograms("vllm:request_prefill_time_seconds", "Histogram of time spent in PREFILL phase for request.", func(m *metrics) *histogram { return &m.prefillTime })
+	histograms("vllm:request_decode_time_seconds", "Histogram of time spent in DECODE phase for request.", func(m *metrics) *histogram { return &m.decodeTime })
 	head("vllm:cache_config_info", "gauge", "Information of the LLMEngine CacheConfig")
 	blocks, tokens := "None", "None" // vLLM's word for what it does not know; it always knows these
 	if c := cmp.Or(s.cfg.ClaimedBlocks, s.cfg.CacheBlocks); c > 0 {
 		blocks, tokens = strconv.Itoa(c), strconv.Itoa(c*s.cfg.BlockSize)
 	}
-	fmt.Fprintf(w, "vllm:cache_config_info{block_size=\"%d\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"0\","+
-		"kv_cache_size_tokens=%q,num_gpu_blocks=%q} 1.0\n", s.cfg.BlockSize, tokens, blocks)
+	for i := range s.ranks {
+		fmt.Fprintf(w, "vllm:cache_config_info{block_size=\"%d\",cache_dtype=\"auto\",enable_prefix_caching=\"True\",engine=\"%d\","+
+			"kv_cache_size_tokens=%q,num_gpu_blocks=%q} 1.0\n", s.cfg.BlockSize, i, tokens, blocks)
+	}
 }
 
 // float formats a number as Python's client does, which has at least one decimal.

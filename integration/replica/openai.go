@@ -22,6 +22,28 @@ type chatBody struct {
 	ReasoningEffort    json.RawMessage `json:"reasoning_effort"`
 
 	AddGenerationPrompt *bool `json:"add_generation_prompt"`
+
+	promptLogprobs
+	TopLogprobs *int `json:"top_logprobs"`
+}
+
+// promptLogprobs ask for the log probabilities of the prompt's own tokens. An engine has them only of what it computes,
+// so vLLM does not look into its cache then (sampling_params.py, skip_reading_prefix_cache).
+type promptLogprobs struct {
+	PromptLogprobs *int `json:"prompt_logprobs"`
+	Echo           bool `json:"echo"`
+}
+
+// apply sets what the fields mean. logprobs is what echo extends to the prompt.
+func (l promptLogprobs) apply(p *params, logprobs *int) *apiError {
+	switch n := l.PromptLogprobs; {
+	case n != nil && p.Stream && (*n > 0 || *n == -1):
+		return badRequest("prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`. (parameter=prompt_logprobs)")
+	case n != nil && *n < -1:
+		return badRequest("prompt_logprobs", "`prompt_logprobs` must be a positive value or -1. (parameter=prompt_logprobs, value=%d)", *n)
+	}
+	p.ignoreCached = l.PromptLogprobs != nil || l.Echo && logprobs != nil
+	return nil
 }
 
 type chatMessage struct {
@@ -56,7 +78,7 @@ func (chatAPI) parse(body []byte) (*params, *apiError) {
 	if in.MaxCompletionTokens != nil {
 		p.maxTokens = in.MaxCompletionTokens
 	}
-	return p, nil
+	return p, in.apply(p, in.TopLogprobs)
 }
 
 func (in *chatBody) conversation() (conversation, *apiError) {
@@ -247,7 +269,9 @@ func (completionsAPI) idPrefix() string { return "cmpl-" }
 func (completionsAPI) parse(body []byte) (*params, *apiError) {
 	var in struct {
 		options
-		Prompt json.RawMessage `json:"prompt"`
+		promptLogprobs
+		Prompt   json.RawMessage `json:"prompt"`
+		Logprobs *int            `json:"logprobs"`
 	}
 	if e := decode(body, &in); e != nil {
 		return nil, e
@@ -260,7 +284,7 @@ func (completionsAPI) parse(body []byte) (*params, *apiError) {
 	if len(p.prompts) == 0 {
 		return nil, badRequest("prompt", "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)")
 	}
-	return p, nil
+	return p, in.apply(p, in.Logprobs)
 }
 
 // parsePrompt reads the four forms of a prompt: a text, token ids, or a list of either.

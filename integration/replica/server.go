@@ -9,35 +9,39 @@ import (
 	"net/http"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
 // Server is a simulated replica behind HTTP. It is an [http.Handler] too, for use behind another listener; the faults
 // Refuse and the closing of idle connections need its own.
 type Server struct {
-	cfg    Config
-	names  []string
-	routes map[string]map[string]http.HandlerFunc // path, method
-	http   *http.Server
-	born   time.Time
+	cfg      Config
+	names    []string // of the model
+	adapters []string
+	ranks    []*rank                                // what is in them is guarded by mu
+	turn     atomic.Int64                           // the rank whose turn it is
+	routes   map[string]map[string]http.HandlerFunc // path, method
+	http     *http.Server
+	born     time.Time
 	// started is born as /metrics tells it, and later than that of every server that this one has replaced.
 	started time.Time
 
 	mu       sync.Mutex
-	engine   *Engine
 	wake     *time.Timer // fires at the engine's next event
 	calls    map[*call]struct{}
 	handlers int // HTTP requests being handled
 	changed  *sync.Cond
 	draining bool
-	metrics  metrics
+	received int // HTTP requests to generate
+	rejected int // of these, by MaxQueued
 	requests []Request
 
-	faultMu  sync.Mutex
-	fault    Fault
-	lift     *time.Timer
-	addr     net.Addr     // set by the first listen
-	listener net.Listener // nil while connections are refused
+	faults   faults
+	addr     net.Addr     // set by the first listen; guarded by faults.mu
+	listener net.Listener // nil while connections are refused; guarded by faults.mu
+
+	eventFaults faults
 
 	closeOnce sync.Once
 	closed    chan struct{}
@@ -52,7 +56,7 @@ type Request struct {
 	Body   []byte
 }
 
-// Stats are the counters of a replica.
+// Stats are the counters of a replica, of all its ranks together.
 type Stats struct {
 	Requests int // HTTP requests to generate, also those that were rejected or met a fault
 	Rejected int // HTTP requests, by MaxQueued
@@ -64,7 +68,7 @@ type Stats struct {
 	CachedTokens    int // part of PromptTokens
 	GeneratedTokens int // of sequences that have ended
 
-	ResidentBlocks int // in the cache
+	ResidentBlocks int // in the cache, copies included
 	UsedBlocks     int // needed by running sequences
 }
 
@@ -78,19 +82,23 @@ func New(cfg Config) *Server {
 	now := time.Now()
 	s := &Server{
 		cfg:     cfg,
-		names:   cfg.models(),
+		names:   splitNames(cfg.Model),
 		born:    now,
 		started: now.Truncate(startTick),
 		calls:   make(map[*call]struct{}),
 		closed:  make(chan struct{}),
 	}
 	s.changed = sync.NewCond(&s.mu)
-	s.engine = NewEngine(cfg.Timing, NewCache(cfg.CacheBlocks), func(residentBlocks, promptTokens int) int {
-		return CachedTokens(cfg.BlockSize, residentBlocks, promptTokens)
-	})
+	if cfg.Adapters != "" {
+		s.adapters = splitNames(cfg.Adapters)
+	}
+	s.faults.kinds, s.faults.apply = serverFaults, s.applyListening
+	s.eventFaults.kinds, s.eventFaults.apply = eventFaults, s.applyToPublishers
+	for i := range min(cfg.Ranks, maxRanks) {
+		s.ranks = append(s.ranks, s.newRank(i))
+	}
 	s.wake = time.AfterFunc(time.Hour, s.tick)
 	s.wake.Stop()
-	s.metrics = newMetrics()
 	s.routes = s.newRoutes()
 	_ = s.SetFault(cfg.Fault) // a nonsensical one is reported by Start
 	s.http = &http.Server{
@@ -127,15 +135,19 @@ func (s *Server) Serve(l net.Listener) error {
 }
 
 func (s *Server) start(l net.Listener) error {
-	s.faultMu.Lock()
-	defer s.faultMu.Unlock()
+	s.faults.mu.Lock()
+	defer s.faults.mu.Unlock()
 	if s.addr != nil || s.isClosed() {
 		l.Close()
 		return errors.New("replica: started before")
 	}
+	if err := s.startPublishers(); err != nil {
+		l.Close()
+		return err
+	}
 	s.addr = l.Addr()
 	s.listen(l)
-	return s.applyListening()
+	return s.applyListening(s.faults.fault.Kind)
 }
 
 func (s *Server) listen(l net.Listener) {
@@ -144,8 +156,8 @@ func (s *Server) listen(l net.Listener) {
 }
 
 // applyListening opens or closes the listener as the fault wants it.
-func (s *Server) applyListening() error {
-	refuse := s.fault.Kind == Refuse
+func (s *Server) applyListening(fault FaultKind) error {
+	refuse := fault == Refuse
 	if s.addr == nil || s.isClosed() || refuse == (s.listener == nil) {
 		return nil
 	}
@@ -165,8 +177,8 @@ func (s *Server) applyListening() error {
 
 // Addr returns the address that the server listens on, "" before it does.
 func (s *Server) Addr() string {
-	s.faultMu.Lock()
-	defer s.faultMu.Unlock()
+	s.faults.mu.Lock()
+	defer s.faults.mu.Unlock()
 	if s.addr == nil {
 		return ""
 	}
@@ -181,30 +193,46 @@ func (s *Server) URL() string { return "http://" + s.Addr() }
 func (s *Server) Close() error {
 	var err error
 	s.closeOnce.Do(func() {
-		s.faultMu.Lock()
+		s.faults.mu.Lock()
 		close(s.closed)
-		if s.lift != nil {
-			s.lift.Stop()
-		}
-		s.faultMu.Unlock()
+		s.faults.mu.Unlock()
+		s.faults.end()
+		s.eventFaults.end()
 		if err = s.http.Close(); errors.Is(err, net.ErrClosed) { // of a listener that was closed before
 			err = nil
 		}
 	})
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	for s.handlers > 0 {
 		s.changed.Wait()
 	}
 	s.wake.Stop()
+	s.mu.Unlock()
+	for _, r := range s.ranks {
+		if r.publisher != nil {
+			r.publisher.close()
+		}
+	}
 	return err
 }
 
-// Restart closes the server and starts another one like it, with an empty cache, on the same address. Only its
-// process_start_time_seconds tells the two apart, so that differs however soon one follows the other.
-func (s *Server) Restart() (*Server, error) {
+// Restart closes the server and starts another one like it, with an empty cache, on the same addresses. Only its
+// process_start_time_seconds tells the two apart, so that differs however soon one follows the other; and its KV events,
+// which begin anew. change, where given, changes the configuration, such as the number that they begin with.
+func (s *Server) Restart(change ...func(*Config)) (*Server, error) {
 	s.Close()
-	next := New(s.cfg)
+	cfg := s.cfg
+	if cfg.KVEvents.Endpoint != "" {
+		p := s.ranks[0].publisher
+		cfg.KVEvents.Endpoint = "tcp://" + p.pub.address()
+		if p.replay != nil {
+			cfg.KVEvents.ReplayEndpoint = "tcp://" + p.replay.address()
+		}
+	}
+	for _, f := range change {
+		f(&cfg)
+	}
+	next := New(cfg)
 	if !next.started.After(s.started) {
 		next.started = s.started.Add(startTick)
 	}
@@ -267,20 +295,20 @@ func (s *Server) Stats() Stats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.advance()
-	m := &s.metrics
-	return Stats{
-		Requests:        m.requests,
-		Running:         s.engine.Running(),
-		Waiting:         s.engine.Waiting(),
-		Finished:        m.finished["stop"] + m.finished["length"],
-		Aborted:         m.finished["abort"],
-		Rejected:        m.rejected,
-		PromptTokens:    m.promptTokens,
-		CachedTokens:    m.cachedTokens,
-		GeneratedTokens: m.generatedTokens,
-		ResidentBlocks:  s.engine.Cache().Len(),
-		UsedBlocks:      s.engine.UsedBlocks(),
+	stats := Stats{Requests: s.received, Rejected: s.rejected}
+	for _, r := range s.ranks {
+		m := &r.metrics
+		stats.Running += r.engine.Running()
+		stats.Waiting += r.engine.Waiting()
+		stats.Finished += m.finished["stop"] + m.finished["length"]
+		stats.Aborted += m.finished["abort"]
+		stats.PromptTokens += m.promptTokens
+		stats.CachedTokens += m.cachedTokens
+		stats.GeneratedTokens += m.generatedTokens
+		stats.ResidentBlocks += r.engine.Cache().Len()
+		stats.UsedBlocks += r.engine.UsedBlocks()
 	}
+	return stats
 }
 
 // Requests returns the last KeepRequests requests that came with a JSON body, well formed or not, oldest first.
@@ -313,14 +341,22 @@ func (s *Server) wall(d time.Duration) time.Duration { return scale(d, 1/s.cfg.T
 // advance brings the engine up to date and sets the timer for its next event. The caller holds mu.
 func (s *Server) advance() time.Duration {
 	now := s.now()
-	s.engine.Advance(now)
+	for _, r := range s.ranks {
+		r.engine.Advance(now)
+	}
 	s.arm(now)
 	return now
 }
 
 func (s *Server) arm(now time.Duration) {
-	if at, ok := s.engine.Next(); ok {
-		s.wake.Reset(s.wall(at - now))
+	next, busy := time.Duration(0), false
+	for _, r := range s.ranks {
+		if at, ok := r.engine.Next(); ok && (!busy || at < next) {
+			next, busy = at, true
+		}
+	}
+	if busy {
+		s.wake.Reset(s.wall(next - now))
 	} else {
 		s.wake.Stop()
 	}
@@ -338,7 +374,7 @@ func (s *Server) tick() {
 func (s *Server) abort(c *call) {
 	now := s.now()
 	for _, q := range c.sequences {
-		s.engine.Abort(now, &q.Job)
+		c.rank.engine.Abort(now, &q.Job)
 	}
 	s.arm(now)
 }

@@ -623,6 +623,49 @@ func TestRunWithFlags(t *testing.T) {
 	}
 }
 
+func TestRunWithEventsAndLMCache(t *testing.T) {
+	fs := flag.NewFlagSet("replica", flag.ContinueOnError)
+	cfg := RegisterFlags(fs)
+	if err := fs.Parse([]string{"--listen", "127.0.0.1:0", "--time-scale", "100", "--ranks", "2", "--adapters", "ad1", "--scale-out", "--sglang-info",
+		"--kv-events", "tcp://127.0.0.1:0", "--kv-replay", "tcp://127.0.0.1:0", "--kv-topic", "kv", "--kv-buffer-steps", "7", "--kv-high-water", "9",
+		"--kv-form", "array", "--kv-replay-without-topic", "--kv-first-seq", "3", "--kv-delay", "1ms", "--no-kv-event-sources",
+		"--kv-fault", `{"kind":"gap","count":1}`, "--lmcache", "127.0.0.1:0", "--lmcache-kind", "controller", "--lmcache-instance", "a",
+		"--lmcache-model", "/m", "--lmcache-chunk-tokens", "32", "--lmcache-capacity", "4194304", "--lmcache-fault", "500"}); err != nil {
+		t.Fatal(err)
+	}
+	if want := (KVEvents{Endpoint: "tcp://127.0.0.1:0", ReplayEndpoint: "tcp://127.0.0.1:0", Topic: "kv", BufferSteps: 7, HighWater: 9, Form: EventArrays,
+		ReplayWithoutTopic: true, FirstSeq: 3, Delay: time.Millisecond, NoSources: true, Fault: Fault{Kind: Gap, Count: 1}}); cfg.KVEvents != want {
+		t.Errorf("%+v", cfg.KVEvents)
+	}
+	if want := (LMCacheConfig{Listen: "127.0.0.1:0", Kind: LMCacheController, Instance: "a", Model: "/m", ChunkTokens: 32, ChunkBytes: 1 << 20,
+		CapacityBytes: 4 << 20, Fault: Fault{Kind: Status500}}); cfg.RunLMCache != want {
+		t.Errorf("%+v", cfg.RunLMCache)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	logged := make(chan string, 4)
+	done := make(chan error)
+	go func() {
+		done <- Run(ctx, *cfg, func(format string, args ...any) { logged <- fmt.Sprintf(format, args...) })
+	}()
+	for _, want := range []string{"LMCache (controller) on http://", "replica of sim on http://", "KV events of rank 0 on tcp://", "KV events of rank 1 on tcp://"} {
+		if line := <-logged; !strings.HasPrefix(line, want) {
+			t.Errorf("%s, want %s", line, want)
+		}
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	for _, args := range [][]string{{"--kv-fault", "503"}, {"--lmcache-fault", "gap"}, {"--fault", "nan"}} {
+		fs := flag.NewFlagSet("replica", flag.ContinueOnError)
+		fs.SetOutput(io.Discard)
+		RegisterFlags(fs)
+		if fs.Parse(args) == nil {
+			t.Errorf("%v is accepted", args)
+		}
+	}
+}
+
 func TestNonsenseIsNotStarted(t *testing.T) {
 	for _, c := range []struct {
 		cfg  Config
@@ -636,6 +679,16 @@ func TestNonsenseIsNotStarted(t *testing.T) {
 		{Config{RefusePriority: true, Timing: Timing{Scheduling: ByPriority}}, "refuse priority"},
 		{Config{TimeScale: -2}, "time scale -2"},
 		{Config{Fault: Fault{Kind: "sulk"}}, `fault kind "sulk"`},
+		{Config{Fault: Fault{Kind: Gap}}, `fault kind "gap"`},
+		{Config{Ranks: -1}, "ranks -1"},
+		{Config{Ranks: 1 << 40}, "ranks 1099511627776"},
+		{Config{KVEvents: KVEvents{Endpoint: "127.0.0.1:5557"}}, `kv events endpoint "127.0.0.1:5557"`},
+		{Config{KVEvents: KVEvents{Endpoint: "tcp://127.0.0.1:http"}}, `kv events endpoint "tcp://127.0.0.1:http"`},
+		{Config{KVEvents: KVEvents{ReplayEndpoint: "tcp://127.0.0.1:0"}}, "there is no endpoint to replay"},
+		{Config{KVEvents: KVEvents{Form: "xml"}}, `kv events form "xml"`},
+		{Config{KVEvents: KVEvents{Delay: -1}}, "kv events delay -1ns"},
+		{Config{KVEvents: KVEvents{Fault: Fault{Kind: Hang, Count: 1}}}, "fault count 1"},
+		{Config{RunLMCache: LMCacheConfig{Kind: "oracle"}}, `lmcache kind "oracle"`},
 	} {
 		if err := New(c.cfg).Start("127.0.0.1:0"); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v, want %s", err, c.want)

@@ -24,7 +24,7 @@ func TestShapesAreThoseOfVLLM(t *testing.T) {
 	if err != nil || len(requests) == 0 {
 		t.Fatal("no recordings", err)
 	}
-	s := start(t, Config{Model: "tiny", BlockSize: 32, CacheBlocks: 4096, MaxModelLen: 8192})
+	s := start(t, Config{Model: "tiny", BlockSize: 32, CacheBlocks: 4096, MaxModelLen: 8192, ScaleOut: true})
 	for _, file := range requests {
 		name := strings.TrimSuffix(filepath.Base(file), ".req")
 		t.Run(name, func(t *testing.T) {

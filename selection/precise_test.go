@@ -1,0 +1,122 @@
+package selection
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+)
+
+// told is what engines say that they hold of one prompt, by candidate; below 0 is not known. What was picked is expected by the next pick.
+type told struct {
+	shares []float64
+	next   []float64
+}
+
+func (e *told) Refresh() { copy(e.shares, e.next) }
+func (e *told) Share(i int) (float64, bool) {
+	return max(e.shares[i], 0), e.shares[i] >= 0
+}
+func (e *told) Expect(i int) { e.next[i] = 1 }
+
+func newTold(shares ...float64) *told {
+	return &told{shares: shares, next: append([]float64(nil), shares...)}
+}
+
+func TestPreciseCacheAware(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		loads  []int
+		shares []float64 // nil: no token ids
+		want   []int     // any of these
+		reason Reason
+	}{
+		{"the longest holder", []int{0, 0, 0}, []float64{.2, .9, .5}, []int{1}, ReasonCache},
+		{"any share above 0", []int{2, 0, 0}, []float64{.01, 0, 0}, []int{0}, ReasonCache},
+		{"equal holders go by load", []int{1, 0, 0}, []float64{.5, 0, .5}, []int{2}, ReasonCache},
+		{"not yet overloaded", []int{2, 0, 0}, []float64{1, 0, 0}, []int{0}, ReasonCache},
+		{"overloaded", []int{3, 1, 0}, []float64{1, 0, 0}, []int{2}, ReasonOverloaded},
+		{"busy as the others", []int{8, 6, 6}, []float64{1, 0, 0}, []int{0}, ReasonCache},
+		{"nobody holds it", []int{1, 2, 0}, []float64{0, 0, 0}, []int{2}, ReasonCold},
+		{"one is not known", []int{1, 0, 1}, []float64{.3, -1, 0}, []int{0}, ReasonCache},
+		{"one that is not known is not avoided", []int{1, 0, 1}, []float64{0, -1, 0}, []int{1}, ReasonCold},
+		{"one that is not known is not drawn to", []int{0, 1, 2}, []float64{0, -1, 0}, []int{0}, ReasonCold},
+		{"nothing is known", []int{1, 0, 1}, []float64{-1, -1, -1}, []int{1}, ReasonNoSignal},
+		{"no token ids", []int{1, 0, 1}, nil, []int{1}, ReasonNoTokens},
+		{"only one", []int{9}, []float64{0}, []int{0}, ReasonOnlyCandidate},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			loads := NewLoads(nil)
+			s := &PreciseCacheAware{Loads: loads, OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
+			var candidates []Candidate
+			for i, n := range tc.loads {
+				candidates = append(candidates, Candidate{Load: loads.Acquire(fmt.Sprint(i)), Floor: n})
+			}
+			req := &Request{}
+			if tc.shares != nil {
+				req.Residency = newTold(tc.shares...)
+			}
+			var lease Lease
+			d, ok := s.Pick(req, candidates, &lease)
+			if !ok || d.Reason != tc.reason || d.Index != tc.want[0] {
+				t.Errorf("picked %d (%s, %v), want %v (%s)", d.Index, d.Reason, ok, tc.want, tc.reason)
+			}
+			lease.Release()
+		})
+	}
+}
+
+// A burst of siblings sticks before the first event has come.
+func TestPreciseCacheAwareSeesWhatIsExpected(t *testing.T) {
+	loads := NewLoads(nil)
+	s := &PreciseCacheAware{Loads: loads, OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
+	candidates := []Candidate{{Load: loads.Acquire("a")}, {Load: loads.Acquire("b")}, {Load: loads.Acquire("c")}}
+	req := &Request{Residency: newTold(0, 0, 0)}
+	var leases [3]Lease
+	first, _ := s.Pick(req, candidates, &leases[0])
+	for i := 1; i < len(leases); i++ {
+		if d, _ := s.Pick(req, candidates, &leases[i]); d.Index != first.Index || d.Reason != ReasonCache {
+			t.Errorf("sibling %d went to %d (%s), the first one to %d", i, d.Index, d.Reason, first.Index)
+		}
+	}
+}
+
+// What engines say takes the place of what was recorded, where it is known.
+func TestResidencyReplacesTheRecord(t *testing.T) {
+	text := bytes.Repeat([]byte("the prompt of a conversation "), 200)
+	for _, tc := range []struct {
+		name   string
+		shares []float64
+		want   int
+	}{
+		{"the engine has lost what it was sent", []float64{0, .8}, 1},
+		{"nothing is known of the engine that was sent it", []float64{-1, .8}, 0},
+		{"nothing is known of the other", []float64{1, -1}, 0},
+	} {
+		for _, strategy := range []string{"least_prefill", "pipeline"} {
+			t.Run(tc.name+"/"+strategy, func(t *testing.T) {
+				loads, prefixes := NewLoads(nil), NewPrefixes(newNaiveIndex())
+				var s Strategy = &LeastPrefill{Loads: loads, Prefixes: prefixes, W: DefaultW}
+				if strategy == "pipeline" {
+					s = &Pipeline{Loads: loads, Prefixes: prefixes, Sessions: NewSessions(nil), Scorers: []WeightedScorer{{PrefixAffinity{}, 1}}}
+				}
+				candidates := []Candidate{
+					{Load: loads.Acquire("a"), Member: prefixes.Join("a")},
+					{Load: loads.Acquire("b"), Member: prefixes.Join("b")},
+				}
+				var warm Lease
+				if _, ok := s.Pick(&Request{Text: text}, candidates[:1], &warm); !ok {
+					t.Fatal("no pick")
+				}
+				warm.FirstByte()
+				warm.Answered(true)
+				warm.Release()
+				var lease Lease
+				d, _ := s.Pick(&Request{Text: text, Residency: newTold(tc.shares...)}, candidates, &lease)
+				if d.Index != tc.want {
+					t.Errorf("picked %d, want %d", d.Index, tc.want)
+				}
+				lease.Release()
+			})
+		}
+	}
+}
