@@ -396,6 +396,7 @@ var strategies = map[string]func(means) selection.Strategy{
 	strategyPreciseCacheAware: func(m means) selection.Strategy {
 		return &selection.PreciseCacheAware{
 			Loads:          loads,
+			Prefixes:       m.pool.Prefixes,
 			OverloadMargin: or(m.OverloadMargin, selection.DefaultOverloadMargin),
 			OverloadRatio:  or(m.OverloadRatio, selection.DefaultOverloadRatio),
 			Unobserved:     !m.observed,

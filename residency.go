@@ -32,6 +32,14 @@ func (h *holdings) Refresh() {
 // Share implements [selection.Residency].
 func (h *holdings) Share(i int) (float64, bool) { return h.of[i].Score, h.of[i].Residency != nil }
 
+// Pressure implements [selection.Residency].
+func (h *holdings) Pressure(i int) (float64, bool) {
+	if of := &h.of[i]; of.Residency != nil {
+		return of.Residency.Pressure()
+	}
+	return 0, false
+}
+
 // Expect implements [selection.Residency].
 func (h *holdings) Expect(i int) {
 	h.picked = i
@@ -172,7 +180,6 @@ func (q *request) delivered(usage prompt.Usage) {
 	observePrediction(usage.CachedTokens - predicted)
 	// What a client says of its token ids may be wrong: it must not make us forget.
 	if usage.CachedTokens < predicted && q.tokensFrom != tokensOfHeader {
-		of := &q.holdings.of[q.holdings.picked]
-		residency.Overclaimed(&q.holdings.query, of.Residency, of.Model, usage.CachedTokens)
+		residency.Overclaimed(&q.holdings.query, &q.holdings.of[q.holdings.picked], usage.CachedTokens)
 	}
 }

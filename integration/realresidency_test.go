@@ -118,6 +118,7 @@ func TestRealEnginesHoldWhatTheySay(t *testing.T) {
 		if err := g.load(realPreciseSite(urls, model, strategy)); err != nil {
 			t.Fatal(err)
 		}
+		testClient.CloseIdleConnections() // Caddy closes them
 		if strategy == "precise_cache_aware" {
 			g.exactOrPartial(len(urls))
 		}

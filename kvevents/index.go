@@ -78,7 +78,14 @@ type Residency struct {
 	copies   int       // on the GPU
 	presence bool      // copies are not counted any more
 	stats    ResidencyStats
+	recent   [recentKeys]uint64 // keys that were stored on the GPU last: number n at n mod recentKeys
+
+	// written with mu held
+	stored   atomic.Uint64 // how many keys were stored on the GPU
+	pressure pressure
 }
+
+const recentKeys = 1024
 
 // group is a KV cache group of an engine.
 type group struct {
@@ -200,6 +207,7 @@ func (r *Residency) forget() {
 	r.orphans.clear()
 	r.main, r.spaces, r.copies, r.presence = 0, nil, 0, false
 	r.stats.Blocks = 0
+	r.pressure.evicting.Store(false)
 }
 
 // Close gives up all that the source holds. A residency that is closed stays empty, so that events that are under way cannot revive it.
@@ -381,6 +389,7 @@ func (r *Residency) Apply(b *Batch) {
 	if r.closed {
 		return
 	}
+	before := r.stored.Load()
 	for i := range b.Events {
 		switch e := &b.Events[i]; e.Kind {
 		case Stored:
@@ -391,6 +400,7 @@ func (r *Residency) Apply(b *Batch) {
 			r.clear()
 		}
 	}
+	r.pressure.add(r.stored.Load()-before, b.Time, r.index.pending.now())
 }
 
 // group returns the group that an event is about: nil where its blocks do not tell how long a prefix is cached. Stores say of what kind their
@@ -538,6 +548,10 @@ func (r *Residency) put(id blockID, prefix uint64, sp uint16, tier Medium, copie
 		r.shared[holding{key, tier}]++
 	}
 	r.setCopies(&b, tier, int(b.copies[tier])+int(copies))
+	if tier == GPU {
+		r.recent[r.stored.Load()%recentKeys] = key
+		r.stored.Add(1)
+	}
 	id.group.blocks[id.hash] = b
 	for t, n := range waited {
 		if n > 0 {
@@ -614,6 +628,9 @@ func (r *Residency) remove(e *Event) {
 			continue
 		}
 		r.setCopies(&b, e.Medium, left(b.copies[e.Medium]))
+		if e.Medium == GPU {
+			r.pressure.evicting.Store(true)
+		}
 		if b.copies[e.Medium] == 0 {
 			r.release(r.spaces[b.space].key(b.prefix), e.Medium)
 		}

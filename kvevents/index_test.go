@@ -2,12 +2,14 @@ package kvevents
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 )
 
 // look returns what a source holds of a prompt.
@@ -354,15 +356,47 @@ func TestOverclaimed(t *testing.T) {
 	apply(other, store)
 	var q Query
 	q.Reset(prompt, "")
-	x.Overclaimed(&q, r, "m", 96) // all that can be
+	match := func() *Holding {
+		h := []Holding{{Residency: r, Model: "m"}}
+		x.Match(&q, h)
+		return &h[0]
+	}
+	x.Overclaimed(&q, match(), 96) // all that can be
 	wantResident(t, r, "m", "", prompt, 96)
-	x.Overclaimed(&q, r, "m", 32)
+	before := match()
+	x.Overclaimed(&q, before, 32)
 	wantResident(t, r, "m", "", prompt, 32)
 	wantResident(t, other, "m", "", prompt, 96)
 	apply(r, store) // computed anew
 	wantResident(t, r, "m", "", prompt, 96)
+	x.Overclaimed(&q, before, 32) // which is why
+	wantResident(t, r, "m", "", prompt, 96)
 	apply(r, removal(store.Hashes...), removal(store.Hashes...))
 	wantResident(t, r, "m", "", prompt, 0)
+}
+
+// A source that evicts is under the more pressure, the more it has stored of late.
+func TestPressure(t *testing.T) {
+	x := NewIndex()
+	now := time.Duration(0)
+	x.pending.now = func() time.Duration { return now }
+	r := x.Add(0)
+	apply(r, storeEvent(0, hashesOf(1, 6), numbered(1, 96)))
+	check := func(blocks float64, evicts bool) {
+		t.Helper()
+		if n, full := r.Pressure(); math.Abs(n-blocks) > 1e-9 || full != evicts {
+			t.Errorf("%v blocks, evicts %v; want %v, %v", n, full, blocks, evicts)
+		}
+	}
+	check(6, false)
+	apply(r, removal(hashesOf(1, 6)[5]))
+	check(6, true)
+	now += pressureFades
+	check(6/math.E, true)
+	apply(r, storeEvent(0, hashesOf(20, 2), numbered(500, 32)))
+	check(6/math.E+2, true)
+	r.Clear()
+	check(6/math.E+2, false)
 }
 
 // naive is an index that keeps whole prefixes.
@@ -541,7 +575,7 @@ func TestAllAtOnce(t *testing.T) {
 				if n%3 == 0 {
 					x.Withdraw(e)
 				}
-				x.Overclaimed(&q, holdings[n%8].Residency, "", 16)
+				x.Overclaimed(&q, &holdings[n%8], 16)
 				_ = holdings[n%8].Residency.Stats()
 			}
 		})

@@ -47,6 +47,8 @@ type Holding struct {
 	Cached int
 	// Total is how many tokens are in the prompt's full blocks; where an engine has blocks of several sizes, of their common divisor.
 	Total int
+
+	stored uint64 // how many blocks the source had stored before
 }
 
 // worth is what a block counts by where it is.
@@ -83,6 +85,7 @@ func (x *Index) Match(q *Query, holdings []Holding) {
 		h.Score, h.Resident, h.Cached, h.Total = 0, 0, 0, 0
 		a := asked{done: true}
 		if h.Residency != nil {
+			h.stored = h.Residency.stored.Load()
 			a = asked{view: h.Residency.view.Load()}
 			a.lora, a.spaces = a.view.spacesOf(h.Model)
 		}
@@ -225,24 +228,34 @@ func (q *Query) cached(bit uint64, depth, unit, align int) int {
 	return max(tokens, 0)
 }
 
-// Overclaimed tells that the engine, asked under the model's name, had so many of the prompt's tokens cached, which is fewer than was predicted: what
-// lies beyond is forgotten for this source until the engine stores it again.
-func (x *Index) Overclaimed(q *Query, r *Residency, model string, cachedTokens int) {
-	v := r.view.Load()
+// Overclaimed tells that the engine had so many of the prompt's tokens cached, which is fewer than the holding says that Match has filled in: what lies
+// beyond is forgotten for this source until the engine stores it again. What it has stored since is not, for that may be why.
+func (x *Index) Overclaimed(q *Query, h *Holding, cachedTokens int) {
 	q.hash(x)
-	_, spaces := v.spacesOf(model)
+	r := h.Residency
+	v := r.view.Load()
+	_, spaces := v.spacesOf(h.Model)
 	if cachedTokens < 0 || cachedTokens+v.blockSize(spaces) > len(q.tokens)-1 {
 		return // the engine has all that it can report
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.closed {
+	stored := r.stored.Load()
+	if r.closed || stored-h.stored > recentKeys {
 		return
+	}
+	since := make(map[uint64]bool)
+	for n := h.stored; n < stored; n++ {
+		since[r.recent[n%recentKeys]] = true
 	}
 	for _, s := range spaces {
 		for to := cachedTokens/q.grain*q.grain + q.grain; to <= len(q.tokens); to += q.grain {
+			key := s.key(q.prefixOf(to))
+			if to < s.size || since[key] {
+				continue
+			}
 			for t := range Medium(tiers) {
-				if to >= s.size && r.page.drop(s.key(q.prefixOf(to)), t, r.bit) {
+				if r.page.drop(key, t, r.bit) {
 					r.stats.Overclaimed++
 				}
 			}

@@ -630,6 +630,12 @@ func (c *session) take(m message) bool {
 		c.resync(m.seq, err)
 		return false
 	}
+	if !c.known && c.whole && m.seq == 1 {
+		// Simulators begin with this one. Other engines have begun before the subscription was there.
+		c.replayAt = time.Now()
+		c.resync(2, errors.New("batch 0 may be missing"))
+		return false
+	}
 	b, err := c.decode(m)
 	if err != nil {
 		c.resync(m.seq+1, fmt.Errorf("batch %d: %w", m.seq, err))

@@ -3,13 +3,16 @@ package selection
 import (
 	"bytes"
 	"fmt"
+	"math"
+	"slices"
 	"testing"
 )
 
 // told is what engines say that they hold of one prompt, by candidate; below 0 is not known. What was picked is expected by the next pick.
 type told struct {
-	shares []float64
-	next   []float64
+	shares   []float64
+	next     []float64
+	pressure []float64 // below 0 without evictions
 }
 
 func (e *told) Refresh() { copy(e.shares, e.next) }
@@ -17,9 +20,15 @@ func (e *told) Share(i int) (float64, bool) {
 	return max(e.shares[i], 0), e.shares[i] >= 0
 }
 func (e *told) Expect(i int) { e.next[i] = 1 }
+func (e *told) Pressure(i int) (float64, bool) {
+	if e.pressure == nil {
+		return 0, false
+	}
+	return math.Abs(e.pressure[i]), e.pressure[i] > 0
+}
 
 func newTold(shares ...float64) *told {
-	return &told{shares: shares, next: append([]float64(nil), shares...)}
+	return &told{shares: shares, next: slices.Clone(shares)}
 }
 
 func TestPreciseCacheAware(t *testing.T) {
@@ -31,7 +40,8 @@ func TestPreciseCacheAware(t *testing.T) {
 		reason Reason
 	}{
 		{"the longest holder", []int{0, 0, 0}, []float64{.2, .9, .5}, []int{1}, ReasonCache},
-		{"any share above 0", []int{2, 0, 0}, []float64{.01, 0, 0}, []int{0}, ReasonCache},
+		{"a small share", []int{2, 0, 0}, []float64{.07, 0, 0}, []int{0}, ReasonCache},
+		{"next to nothing", []int{1, 0, 1}, []float64{.06, 0, 0}, []int{1}, ReasonCold},
 		{"equal holders go by load", []int{1, 0, 0}, []float64{.5, 0, .5}, []int{2}, ReasonCache},
 		{"not yet overloaded", []int{2, 0, 0}, []float64{1, 0, 0}, []int{0}, ReasonCache},
 		{"overloaded", []int{3, 1, 0}, []float64{1, 0, 0}, []int{2}, ReasonOverloaded},
@@ -46,7 +56,7 @@ func TestPreciseCacheAware(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			loads := NewLoads(nil)
-			s := &PreciseCacheAware{Loads: loads, OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
+			s := &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
 			var candidates []Candidate
 			for i, n := range tc.loads {
 				candidates = append(candidates, Candidate{Load: loads.Acquire(fmt.Sprint(i)), Floor: n})
@@ -65,10 +75,48 @@ func TestPreciseCacheAware(t *testing.T) {
 	}
 }
 
+// A cache that is full loses something to a miss.
+func TestPreciseCacheAwareUnderPressure(t *testing.T) {
+	for _, tc := range []struct {
+		name     string
+		loads    []int
+		shares   []float64
+		pressure []float64
+		want     int
+		reason   Reason
+	}{
+		{"a small part, and another is hardly used", []int{0, 0}, []float64{.1, 0}, []float64{100, -10}, 1, ReasonCold},
+		{"most of it", []int{0, 0}, []float64{.6, 0}, []float64{100, -10}, 0, ReasonCache},
+		{"a small part, and the other fills as fast", []int{0, 0}, []float64{.1, 0}, []float64{100, -90}, 0, ReasonCache},
+		{"a small part, and the other evicts too", []int{0, 0}, []float64{.1, 0}, []float64{100, 50}, 0, ReasonCache},
+		{"the other has some of it too", []int{0, 0}, []float64{.4, .3}, []float64{100, 0}, 1, ReasonCache},
+		{"the holder has room", []int{0, 0}, []float64{.1, 0}, []float64{-100, 0}, 0, ReasonCache},
+		{"nobody holds it", []int{0, 0, 0}, []float64{0, 0, 0}, []float64{100, 20, 80}, 1, ReasonCold},
+		{"nobody holds it, and one is idle", []int{0, 1, 1}, []float64{0, 0, 0}, []float64{100, 20, 80}, 0, ReasonCold},
+		{"the one that is hardly used is overloaded", []int{0, 3, 0}, []float64{.1, 0, 0}, []float64{100, 0, 100}, 0, ReasonCache},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			loads := NewLoads(nil)
+			s := &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
+			var candidates []Candidate
+			for i, n := range tc.loads {
+				candidates = append(candidates, Candidate{Load: loads.Acquire(fmt.Sprint(i)), Floor: n})
+			}
+			engines := newTold(tc.shares...)
+			engines.pressure = tc.pressure
+			var lease Lease
+			d, _ := s.Pick(&Request{Residency: engines}, candidates, &lease)
+			if d.Index != tc.want || d.Reason != tc.reason {
+				t.Errorf("picked %d (%s), want %d (%s)", d.Index, d.Reason, tc.want, tc.reason)
+			}
+		})
+	}
+}
+
 // A burst of siblings sticks before the first event has come.
 func TestPreciseCacheAwareSeesWhatIsExpected(t *testing.T) {
 	loads := NewLoads(nil)
-	s := &PreciseCacheAware{Loads: loads, OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
+	s := &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
 	candidates := []Candidate{{Load: loads.Acquire("a")}, {Load: loads.Acquire("b")}, {Load: loads.Acquire("c")}}
 	req := &Request{Residency: newTold(0, 0, 0)}
 	var leases [3]Lease
@@ -118,5 +166,56 @@ func TestResidencyReplacesTheRecord(t *testing.T) {
 				lease.Release()
 			})
 		}
+	}
+}
+
+// When all caches are full and have lost a prompt, it goes where it was sent before: each of them is asked for less.
+func TestPreciseCacheAwareKeepsHabits(t *testing.T) {
+	loads := NewLoads(nil)
+	prefixes := NewPrefixes(newNaiveIndex())
+	s := &PreciseCacheAware{Loads: loads, Prefixes: prefixes, OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
+	var candidates []Candidate
+	for i := range 4 {
+		name := fmt.Sprint(i)
+		candidates = append(candidates, Candidate{Load: loads.Acquire(name), Member: prefixes.Join(name)})
+	}
+	pick := func(conversation, turns int, engines *told) Decision {
+		var lease Lease
+		text := bytes.Repeat(fmt.Appendf(nil, "%d ", conversation), 1000*turns)
+		d, ok := s.Pick(&Request{Text: text, Residency: engines}, candidates, &lease)
+		if !ok {
+			t.Fatal("no pick")
+		}
+		lease.Answered(true)
+		lease.Release()
+		return d
+	}
+	nothing := func(pressure ...float64) *told {
+		engines := newTold(0, 0, 0, 0)
+		engines.pressure = pressure
+		return engines
+	}
+	first := make([]int, 8)
+	for c := range first {
+		first[c] = pick(c, 1, nothing(0, 0, 0, 0)).Index
+	}
+	for turns := 2; turns < 5; turns++ {
+		for c := range first {
+			if d := pick(c, turns, nothing(10, 20, 30, 40)); d.Index != first[c] || d.Reason != ReasonCold {
+				t.Errorf("turn %d of conversation %d went to %d (%s), the first one to %d", turns, c, d.Index, d.Reason, first[c])
+			}
+		}
+	}
+	// Where there is room, or somebody holds it, that counts for more.
+	elsewhere := (first[0] + 1) % 4
+	room := nothing(10, 10, 10, 10)
+	room.pressure[elsewhere] = -1
+	if d := pick(0, 5, room); d.Index != elsewhere {
+		t.Errorf("went to %d, %d has room", d.Index, elsewhere)
+	}
+	held := nothing(10, 10, 10, 10)
+	held.shares[elsewhere], held.next[elsewhere] = .9, .9
+	if d := pick(0, 6, held); d.Index != elsewhere || d.Reason != ReasonCache {
+		t.Errorf("went to %d (%s), %d holds it", d.Index, d.Reason, elsewhere)
 	}
 }

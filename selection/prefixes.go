@@ -145,7 +145,6 @@ func (p *Prefixes) look(req *Request, candidates []Candidate) []view {
 		if req.Residency != nil {
 			if share, ok := req.Residency.Share(i); ok {
 				v.matched = int(share * float64(req.counted()))
-				v.continues, v.turn = v.continues && share > 0, v.turn && share > 0
 			}
 		}
 		p.views = append(p.views, v)

@@ -80,6 +80,9 @@ type Residency interface {
 	Refresh()
 	// Share is the share of the prompt, in [0, 1], that candidate i holds; ok is false where that is not known.
 	Share(i int) (share float64, ok bool)
+	// Pressure is how fast candidate i fills its cache, in any unit, and whether it evicts, because there is no room for more. 0 and false are
+	// told where nothing is known.
+	Pressure(i int) (rate float64, evicts bool)
 	// Expect says that candidate i was picked: it will soon hold the prompt.
 	Expect(i int)
 }

@@ -76,7 +76,9 @@ const (
 	maxRecordedAnswer = 64 << 20
 	maxUnsettled      = 64 // answered requests whose token ids are still to be asked for
 
-	lastRequests = 5 * time.Second // for requests that are under way at the end, and again for the token ids of these
+	lateEvents   = 500 * time.Millisecond // events come up to a tenth of a second after the answers of what has caused them
+	lastRequests = 5 * time.Second        // for requests that are under way at the end, and again for the token ids of these
+	lastEvents   = 15 * time.Second       // until batches that were missed are there: replays have 5 to 7.5 s between them
 	tokenizeTime = 10 * time.Second
 )
 
@@ -151,7 +153,13 @@ func (r *recorder) run(ctx context.Context, name string) (err error) {
 		}
 	}
 	r.serve(ctx, listener, target)
+	time.Sleep(lateEvents)
+	deadline := time.Now().Add(lastEvents)
 	for _, s := range streams {
+		// What has come is held back as long as something that came before is being fetched.
+		for s.State() == kvevents.Syncing && time.Now().Before(deadline) {
+			time.Sleep(10 * time.Millisecond)
+		}
 		s.Close()
 	}
 	r.summarize(name)
@@ -258,7 +266,8 @@ type recordedSource struct {
 	time float64
 }
 
-// watch writes the batches of a stream, each of them once: the stream has some again when it has had to begin anew.
+// watch writes the batches of a stream, each of them once: the stream has some again when it has had to begin anew. As the topic of a message is not told,
+// the one is written that was subscribed to.
 func (s *recordedSource) watch(n kvevents.Notice) {
 	switch n.What {
 	case kvevents.NoticeState:
@@ -336,6 +345,7 @@ func (r *recorder) serve(ctx context.Context, listener net.Listener, target *url
 	go server.Serve(listener) // ends with the server
 	fmt.Fprintf(r.out, "Listening on http://%s: send requests for %s there. Ctrl-C ends it.\n", listener.Addr(), r.url)
 	<-ctx.Done()
+	fmt.Fprintln(r.out, "Ending, as soon as what is under way is recorded.")
 	patience, cancel := context.WithTimeout(context.Background(), lastRequests)
 	defer cancel()
 	if server.Shutdown(patience) != nil {

@@ -188,45 +188,46 @@ func (t *tail) format(out *bytes.Buffer, l *tailLine) {
 		_ = json.NewEncoder(out).Encode(l) // a buffer takes everything
 		return
 	}
-	at := time.UnixMicro(int64(l.Time * 1e6))
-	out.WriteString(at.Format("15:04:05.000"))
+	words := []string{time.UnixMicro(int64(l.Time*1e6)).Format("15:04:05.000") + " "}
+	add := func(format string, args ...any) { words = append(words, fmt.Sprintf(format, args...)) }
 	if t.several {
-		out.WriteString("  " + l.Source)
+		add("%s ", l.Source)
 	}
-	fmt.Fprintf(out, "  %-8s", l.What)
+	add("%-8s", l.What)
 	if l.State != "" {
-		out.WriteString(" " + l.State)
-	}
-	number := func(name string, value *int) {
-		if value != nil {
-			fmt.Fprintf(out, " %s=%d", name, *value)
-		}
+		add("%s", l.State)
 	}
 	if l.Seq != nil {
-		fmt.Fprintf(out, " seq=%d", *l.Seq)
+		add("seq=%d", *l.Seq)
 	}
-	number("rank", l.Rank)
-	number("blocks", l.Blocks)
+	if l.Rank != nil {
+		add("rank=%d", *l.Rank)
+	}
+	if l.Blocks != nil {
+		add("blocks=%d", *l.Blocks)
+	}
 	if l.BlockSize > 0 {
-		number("block_size", &l.BlockSize)
+		add("block_size=%d", l.BlockSize)
 	}
-	number("group", l.Group)
+	if l.Group != nil {
+		add("group=%d", *l.Group)
+	}
 	if l.Medium != "" {
-		out.WriteString(" medium=" + l.Medium)
+		add("medium=%s", l.Medium)
 	}
 	if l.Adapter != "" {
-		fmt.Fprintf(out, " adapter=%q", l.Adapter)
+		add("adapter=%q", l.Adapter)
 	}
 	if l.Events > 0 {
-		number("events", &l.Events)
+		add("events=%d", l.Events)
 	}
 	if l.Tokens != nil {
-		fmt.Fprintf(out, " tokens=%d", l.Tokens)
+		add("tokens=%d", l.Tokens)
 	}
 	if l.Why != "" {
-		out.WriteString(" (" + printable(l.Why) + ")")
+		add("(%s)", printable(l.Why))
 	}
-	out.WriteString("\n")
+	out.WriteString(strings.TrimRight(strings.Join(words, " "), " ") + "\n")
 }
 
 // printable keeps what a peer says from moving the cursor.

@@ -1,4 +1,4 @@
-// Command rolter is Caddy with Rolter built in, and with three subcommands to try it: demo, replica and replay.
+// Command rolter is Caddy with Rolter built in, and with subcommands to try and judge it: demo, replica, replay and kvevents.
 //
 // Everything that caddy does, rolter does too: rolter run --config Caddyfile, rolter validate, rolter fmt and so on.
 package main
