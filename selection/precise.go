@@ -5,9 +5,9 @@ package selection
 // of which nothing is known is neither drawn to nor avoided.
 //
 // A cache that evicts holds what was asked for most lately. Where all do, and none holds anything of the prompt, it goes where it, or what it continues, was sent
-// before: such habits leave each of them less to hold. And where one evicts that holds less than half of the prompt, and another has hardly anything to do, the other one is
-// taken, because a miss where blocks are evicted costs more than its own time. Otherwise all prompts that begin alike would go on to fill the one
-// cache that had the first of them.
+// before: such habits leave each of them less to hold. But where one evicts that holds less than half of the prompt, and another one has hardly anything
+// to store, the other one is taken: a miss where blocks are evicted costs more than its own time, and all prompts that begin alike would go on to fill the
+// one cache that had the first of them.
 type PreciseCacheAware struct {
 	Loads    *Loads
 	Prefixes *Prefixes
@@ -56,14 +56,11 @@ func (s *PreciseCacheAware) choose(req *Request, candidates []Candidate, views [
 	s.Loads.mu.Lock()
 	defer s.Loads.mu.Unlock()
 	f := fillings{residency: req.Residency, candidates: candidates}
-	if views != nil {
-		f.fewerPrompts = func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
-	}
 	for i := range candidates {
 		rate, _ := req.Residency.Pressure(i)
 		f.fastest = max(f.fastest, rate)
 	}
-	idlest := leastLoaded(candidates, f.lessWarmed)
+	idlest := leastLoaded(candidates, f.idler)
 	if idlest < 0 {
 		return Decision{}, false
 	}
@@ -97,7 +94,7 @@ func (s *PreciseCacheAware) choose(req *Request, candidates []Candidate, views [
 		}
 	}
 	switch {
-	case holder < 0 && full && usual >= 0:
+	case holder < 0 && full && usual >= 0 && other < 0:
 		d.Index = usual
 	case holder < 0:
 	case busy(holder):
@@ -128,8 +125,6 @@ type fillings struct {
 	residency  Residency
 	candidates []Candidate
 	fastest    float64
-
-	fewerPrompts func(i, j int) float64 // nil where nothing is recorded
 }
 
 // hardlyFilling is the most, compared to the fastest, that a cache is filled that has hardly anything to do.
@@ -149,20 +144,18 @@ func (f *fillings) rate(i int) float64 {
 	return rate / f.fastest
 }
 
-// lessWarmed is negative when candidate i has less in its cache than j, or less to do with it.
-func (f *fillings) lessWarmed(i, j int) float64 {
+// idler is negative when candidate i has hardly anything to store, and j has. Otherwise they take turns: of a burst of new prompts all would go where a
+// little less was stored before.
+func (f *fillings) idler(i, j int) float64 {
 	if a, b := f.rate(i) <= hardlyFilling, f.rate(j) <= hardlyFilling; a != b {
 		return f.rate(i) - f.rate(j)
 	}
-	if f.fewerPrompts == nil {
-		return 0
-	}
-	return f.fewerPrompts(i, j)
+	return 0
 }
 
 // better says whether candidate i is to be taken before j, given by how much it is ahead.
 func (f *fillings) better(i, j int, ahead float64) bool {
-	return ahead > 0 || ahead == 0 && preferred(f.candidates, i, j, f.lessWarmed)
+	return ahead > 0 || ahead == 0 && preferred(f.candidates, i, j, f.idler)
 }
 
 // wastes says whether the holder would evict, for what it misses of the prompt, more than the other one would have to compute beyond that.

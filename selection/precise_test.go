@@ -199,9 +199,14 @@ func TestPreciseCacheAwareKeepsHabits(t *testing.T) {
 	for c := range first {
 		first[c] = pick(c, 1, nothing(0, 0, 0, 0)).Index
 	}
+	// A cache that has hardly anything to do is made use of.
+	if d := pick(0, 2, nothing(10, 10, 1, 10)); d.Index != 2 {
+		t.Errorf("went to %d, 2 has nothing to do", d.Index)
+	}
+	first[0] = 2
 	for turns := 2; turns < 5; turns++ {
 		for c := range first {
-			if d := pick(c, turns, nothing(10, 20, 30, 40)); d.Index != first[c] || d.Reason != ReasonCold {
+			if d := pick(c, turns, nothing(20, 30, 30, 40)); d.Index != first[c] || d.Reason != ReasonCold {
 				t.Errorf("turn %d of conversation %d went to %d (%s), the first one to %d", turns, c, d.Index, d.Reason, first[c])
 			}
 		}
