@@ -42,6 +42,7 @@ type feedSource struct {
 	events   KVEvents
 	policy   egress.Policy
 	logger   *zap.Logger
+	tokens   *tokenSource
 	feed     *feed
 }
 
@@ -52,6 +53,7 @@ func newFeedSource(p *Provider, policy egress.Policy, logger *zap.Logger) *feedS
 		base:     p.scheme + "://" + p.dial + strings.TrimSuffix(p.path, "/v1"),
 		apiKey:   p.APIKey,
 		events:   *p.KVEvents,
+		tokens:   p.tokens,
 		policy:   policy,
 		logger:   logger.With(zap.String("provider", p.Name)),
 	}
@@ -71,6 +73,8 @@ type feed struct {
 	view     atomic.Pointer[[]*feedRank]
 	limiter  *kvevents.ReplayLimiter
 	again    chan struct{} // wakes the goroutine, to ask the engine once more
+
+	capacity, block atomic.Int64 // tokens, of the cache and of a block; 0 is unknown
 
 	cancel context.CancelFunc // nil until the feed is started; guarded by feedRegistry.mu
 	done   chan struct{}
@@ -190,6 +194,9 @@ func (r *feedRegistry) restarted(identity string) {
 				rank.stream.Restarted()
 			}
 		}
+		if s := f.current.Load(); s != nil {
+			s.tokens.forget()
+		}
 		select {
 		case f.again <- struct{}{}:
 		default:
@@ -197,16 +204,26 @@ func (r *feedRegistry) restarted(identity string) {
 	}
 }
 
-// resized says how many tokens there is room for in the cache of the engine with this identity.
-func (r *feedRegistry) resized(identity string, tokens int64) {
+// resized says how many tokens there is room for in the cache of the engine with this identity, and in a block of it; 0 is unknown.
+func (r *feedRegistry) resized(identity string, capacity int64, block int) {
 	for _, f := range r.all() {
 		if f.identity == identity {
-			ranks := f.ranks()
-			for _, rank := range ranks {
-				if rank.residency != nil {
-					rank.residency.SetCapacity(int(tokens) / len(ranks))
-				}
+			was, wasBlock := f.capacity.Swap(capacity), f.block.Swap(int64(block))
+			if was != capacity || wasBlock != int64(block) {
+				f.size()
 			}
+		}
+	}
+}
+
+// size tells what is known of the size of the cache to those who count its blocks.
+func (f *feed) size() {
+	capacity, block := f.capacity.Load(), f.block.Load()
+	ranks := f.ranks()
+	for _, rank := range ranks {
+		if rank.residency != nil && block > 0 {
+			rank.residency.SetBlockSize(int(block))
+			rank.residency.SetCapacity(int(capacity / block / int64(len(ranks))))
 		}
 	}
 }
@@ -232,6 +249,9 @@ func (f *feed) run(ctx context.Context) {
 		if !f.discover(ctx) {
 			wait, retry = min(retry, wait), min(2*retry, discoverInterval)
 		} else {
+			if retry > firstDiscovery { // it is back, and may have been started otherwise
+				f.current.Load().tokens.forget()
+			}
 			retry = firstDiscovery
 		}
 		select {
@@ -343,6 +363,7 @@ func (f *feed) follow(wanted []endpoint) {
 		}
 	}
 	f.view.Store(&now)
+	f.size()
 	for _, r := range old {
 		if !kept[r] {
 			r.close()

@@ -191,8 +191,8 @@ func (e *engine) read(ctx context.Context) {
 	}
 	if f.capacity > 0 && e.capacity.Swap(f.capacity) != f.capacity {
 		eachPool((*prefixPool).Resize)
-		feeds.resized(s.identity, f.capacity)
 	}
+	feeds.resized(s.identity, f.capacity, f.block)
 	if e.restarted(f.started) {
 		s.logger.Info("the engine has restarted: nothing is taken to be in its cache")
 		eachPool(func(pool *prefixPool) {
@@ -237,6 +237,7 @@ type figures struct {
 	requests int     // running and waiting; -1 is unknown
 	capacity int64   // tokens that the cache has room for; 0 is unknown
 	started  float64 // Unix seconds; 0 is unknown
+	block    int     // tokens of a block; 0 is unknown
 }
 
 // engineClient asks an engine something, over a connection of its own: engines close idle ones after 5 s. It serves as long as ctx.
@@ -337,9 +338,11 @@ func parseMetrics(text []byte) (figures, error) {
 					requests[name+"\x00"+labels["engine"]+"\x00"+labels["model_name"]] = value
 				}
 			case cacheConfig:
-				if tokens := capacityOf(labels); tokens > 0 {
+				tokens, block := capacityOf(labels)
+				if tokens > 0 {
 					capacities[labels["engine"]] = tokens
 				}
+				f.block = max(f.block, int(block))
 			case processStart:
 				if value > 0 && value < 1e12 {
 					f.started = value
@@ -354,8 +357,9 @@ func parseMetrics(text []byte) (figures, error) {
 	return f, nil
 }
 
-// capacityOf is how many tokens the cache of one engine has room for. Blocks × their size is wrong for hybrid models, but vLLM 0.23 tells no more.
-func capacityOf(labels map[string]string) float64 {
+// capacityOf is how many tokens the cache of one engine has room for, and a block of it. Blocks × their size is wrong for hybrid models, but vLLM 0.23 tells
+// no more.
+func capacityOf(labels map[string]string) (tokens, block float64) {
 	number := func(label string) float64 {
 		v, err := strconv.ParseFloat(labels[label], 64) // vLLM writes None for what it does not know
 		if err != nil || !plausible(v) {
@@ -363,10 +367,11 @@ func capacityOf(labels map[string]string) float64 {
 		}
 		return v
 	}
+	block = number("block_size")
 	if tokens := number("kv_cache_size_tokens"); tokens > 0 {
-		return tokens
+		return tokens, block
 	}
-	return min(number("num_gpu_blocks")*number("block_size"), 1e9)
+	return min(number("num_gpu_blocks")*block, 1e9), block
 }
 
 // plausible says whether v can be a number of requests, blocks or tokens.

@@ -44,26 +44,26 @@ func TestParseMetrics(t *testing.T) {
 		name, text string
 		want       figures
 	}{
-		{"vLLM 0.32.0", real, figures{0, 131072, 1.79596701596e9}},
+		{"vLLM 0.32.0", real, figures{0, 131072, 1.79596701596e9, 32}},
 		{"busy", strings.ReplaceAll(strings.ReplaceAll(real, `running{engine="0",model_name="tiny"} 0.0`, `running{engine="0",model_name="tiny"} 7.0`),
-			`waiting{engine="0",model_name="tiny"} 0.0`, `waiting{engine="0",model_name="tiny"} 3.0`), figures{10, 131072, 1.79596701596e9}},
-		{"with line breaks of DOS", strings.ReplaceAll(real, "\n", "\r\n"), figures{0, 131072, 1.79596701596e9}},
+			`waiting{engine="0",model_name="tiny"} 0.0`, `waiting{engine="0",model_name="tiny"} 3.0`), figures{10, 131072, 1.79596701596e9, 32}},
+		{"with line breaks of DOS", strings.ReplaceAll(real, "\n", "\r\n"), figures{0, 131072, 1.79596701596e9, 32}},
 		{"without a newline at the end", "vllm:num_requests_running 3", figures{requests: 3}},
 		{"two ranks", `vllm:num_requests_running{engine="0"} 3` + "\n" + `vllm:num_requests_running{engine="1"} 4` + "\n" +
-			config(`engine="0",kv_cache_size_tokens="100"`) + config(`engine="1",kv_cache_size_tokens="50"`), figures{7, 150, 0}},
+			config(`engine="0",kv_cache_size_tokens="100"`) + config(`engine="1",kv_cache_size_tokens="50"`), figures{7, 150, 0, 0}},
 		{"said twice", `vllm:num_requests_running{engine="0"} 3` + "\n" + `vllm:num_requests_running{engine="0"} 4` + "\n" +
-			config(`engine="0",kv_cache_size_tokens="100"`) + config(`engine="0",kv_cache_size_tokens="100"`), figures{4, 100, 0}},
-		{"blocks only", config(`block_size="16",num_gpu_blocks="1000"`), figures{-1, 16000, 0}},
-		{"tokens rather than blocks", config(`block_size="16",kv_cache_size_tokens="12000",num_gpu_blocks="1000"`), figures{-1, 12000, 0}},
-		{"tokens that are not known", config(`block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="1000"`), figures{-1, 16000, 0}},
-		{"nothing known", config(`block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="None"`), figures{-1, 0, 0}},
+			config(`engine="0",kv_cache_size_tokens="100"`) + config(`engine="0",kv_cache_size_tokens="100"`), figures{4, 100, 0, 0}},
+		{"blocks only", config(`block_size="16",num_gpu_blocks="1000"`), figures{-1, 16000, 0, 16}},
+		{"tokens rather than blocks", config(`block_size="16",kv_cache_size_tokens="12000",num_gpu_blocks="1000"`), figures{-1, 12000, 0, 16}},
+		{"tokens that are not known", config(`block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="1000"`), figures{-1, 16000, 0, 16}},
+		{"nothing known", config(`block_size="16",kv_cache_size_tokens="None",num_gpu_blocks="None"`), figures{-1, 0, 0, 16}},
 		{"absurd capacities", config(`engine="0",kv_cache_size_tokens="1e300"`) + config(`engine="1",kv_cache_size_tokens="-5"`) +
-			config(`engine="2",kv_cache_size_tokens="NaN"`) + config(`engine="3",block_size="1000000000",num_gpu_blocks="1000000000"`), figures{-1, 1e9, 0}},
+			config(`engine="2",kv_cache_size_tokens="NaN"`) + config(`engine="3",block_size="1000000000",num_gpu_blocks="1000000000"`), figures{-1, 1e9, 0, 1e9}},
 		{"absurd loads", "vllm:num_requests_running{engine=\"0\"} NaN\nvllm:num_requests_running{engine=\"1\"} 1e300\nvllm:num_requests_running{engine=\"2\"} -7\n" +
-			"vllm:num_requests_waiting +Inf\n", figures{-1, 0, 0}},
-		{"absurd start times", "process_start_time_seconds NaN\nprocess_start_time_seconds -1\nprocess_start_time_seconds 1e300\nvllm:num_requests_running 0\n", figures{0, 0, 0}},
-		{"other names that begin alike", "vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 9\nvllm:num_requests_waiting 2\n", figures{2, 0, 0}},
-		{"nonsense in lines that are not read", "}{ \x00\xff\nvllm:num_requests_waiting 2\nfoo{bar=\n", figures{2, 0, 0}},
+			"vllm:num_requests_waiting +Inf\n", figures{-1, 0, 0, 0}},
+		{"absurd start times", "process_start_time_seconds NaN\nprocess_start_time_seconds -1\nprocess_start_time_seconds 1e300\nvllm:num_requests_running 0\n", figures{0, 0, 0, 0}},
+		{"other names that begin alike", "vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 9\nvllm:num_requests_waiting 2\n", figures{2, 0, 0, 0}},
+		{"nonsense in lines that are not read", "}{ \x00\xff\nvllm:num_requests_waiting 2\nfoo{bar=\n", figures{2, 0, 0, 0}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			if got, err := parseMetrics([]byte(tc.text)); err != nil || got != tc.want {

@@ -105,13 +105,6 @@ func (t *tokenizer) close() {
 	t.transport.CloseIdleConnections()
 }
 
-// forget forgets all answers: an engine that has restarted may answer otherwise.
-func (t *tokenizer) forget() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.answers = tokenCache{}
-}
-
 // tokenQuery is a prompt whose token ids are wanted.
 type tokenQuery struct {
 	api        prompt.API

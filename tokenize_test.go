@@ -765,3 +765,10 @@ func BenchmarkTokensCached(b *testing.B) {
 		}
 	}
 }
+
+// forget forgets all answers.
+func (t *tokenizer) forget() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.answers = tokenCache{}
+}
