@@ -50,7 +50,7 @@ func TestHolding(t *testing.T) {
 		{64, Holding{Score: 0.75, Resident: 48, Cached: 48, Total: 64}},
 	} {
 		got := look(r, "m", "", prompt[:c.tokens])
-		c.want.Residency, c.want.Model = r, "m"
+		c.want.Residency, c.want.Model, c.want.stored = r, "m", 3
 		if got != c.want {
 			t.Errorf("%d tokens: %+v, want %+v", c.tokens, got, c.want)
 		}
