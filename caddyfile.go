@@ -50,6 +50,9 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 //	            timeout  <duration>
 //	            capacity <size>
 //	            instance <name>
+//	            lookup   on|off
+//	            model    <path>
+//	            chunk    <tokens>
 //	        }
 //	    }
 //	    route <model> {
@@ -217,6 +220,14 @@ func (l *LMCache) parse(d *caddyfile.Dispenser) error {
 			l.Capacity, err = sizeArg(d)
 		case "instance":
 			l.Instance, err = arg(d)
+		case "lookup":
+			var lookup *bool
+			lookup, err = switchArg(d)
+			l.Lookup = *lookup
+		case "model":
+			l.Model, err = arg(d)
+		case "chunk":
+			l.Chunk, err = integerArg(d)
 		default:
 			err = d.Errf("lmcache: unrecognized subdirective '%s'", key)
 		}

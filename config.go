@@ -19,6 +19,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/rolter-ai/caddy-rolter/egress"
+	"github.com/rolter-ai/caddy-rolter/lmcache"
 	"github.com/rolter-ai/caddy-rolter/selection"
 )
 
@@ -62,6 +63,7 @@ type Provider struct {
 	feed   *feed        // of KV events; nil where there are none
 	outer  *outerSource // its LMCache; nil where there is none
 	tokens *tokenSource
+	lookup *lmcache.Lookup // of prompts in its LMCache; nil where nobody is asked
 }
 
 // Values of a provider's metrics.

@@ -118,6 +118,10 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 			p.outer = newOuterSource(p, policy, h.logger)
 			app := app.(*App)
 			app.outers = append(app.outers, p.outer)
+			var err error
+			if p.lookup, err = h.lookupFor(p, policy); err != nil {
+				return fmt.Errorf("provider %q: lmcache.endpoint %q: %w", p.Name, redactedURL(p.LMCache.Endpoint), err)
+			}
 		}
 	}
 	if len(h.Routes) == 0 {

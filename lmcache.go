@@ -3,6 +3,7 @@ package rolter
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/url"
@@ -48,6 +49,17 @@ type LMCache struct {
 
 	// The name of the instance, where the URL is that of a controller or a coordinator.
 	Instance string `json:"instance,omitempty"`
+
+	// Whether the controller or coordinator is asked, for every request whose token ids are known, how much of its prompt the instance holds: within 50 ms,
+	// and not for a while after it has failed. What it holds counts 0.8 times as much as what is in the engine's own cache, in the strategies that
+	// go by KV events. `kind` and `instance` must be given. Default: `false`.
+	Lookup bool `json:"lookup,omitempty"`
+
+	// For look-ups at a coordinator: the model as LMCache knows it, which is its path where the engine was started with one.
+	Model string `json:"model,omitempty"`
+
+	// For look-ups at a coordinator: the tokens in one of LMCache's chunks. Default: `256`.
+	Chunk int `json:"chunk,omitempty"`
 }
 
 // minRefresh is the shortest time between polls.
@@ -83,6 +95,14 @@ func (l *LMCache) validate(policy egress.Policy) error {
 		return fmt.Errorf("lmcache.capacity %d: must not be negative", l.Capacity)
 	case l.Kind == string(lmcache.Controller) && l.Instance == "":
 		return fmt.Errorf("lmcache.kind %q: needs lmcache.instance", l.Kind)
+	case l.Lookup && l.Kind != string(lmcache.Controller) && l.Kind != string(lmcache.Coordinator):
+		return fmt.Errorf("lmcache.lookup: needs lmcache.kind %s or %s", lmcache.Controller, lmcache.Coordinator)
+	case l.Lookup && l.Instance == "":
+		return errors.New("lmcache.lookup: needs lmcache.instance")
+	case l.Lookup && l.Kind == string(lmcache.Coordinator) && l.Model == "":
+		return fmt.Errorf("lmcache.lookup: needs lmcache.model with kind %s", l.Kind)
+	case l.Chunk < 0:
+		return fmt.Errorf("lmcache.chunk %d: must not be negative", l.Chunk)
 	}
 	return nil
 }
@@ -109,7 +129,26 @@ type outerSource struct {
 func newOuterSource(p *Provider, policy egress.Policy, logger *zap.Logger) *outerSource {
 	s := &outerSource{settings: *p.LMCache, instance: p.LMCache.Instance, provider: p.Name, dialer: dialerFor(policy, purposeLMCache), logger: logger}
 	s.settings.Instance = ""
+	s.settings.Lookup, s.settings.Model, s.settings.Chunk = false, "", 0 // which polls have nothing to do with
 	return s
+}
+
+// lookupFor is who is asked what the provider's LMCache holds of prompts, or nil. Providers that name the same one share it.
+func (h *Handler) lookupFor(p *Provider, policy egress.Policy) (*lmcache.Lookup, error) {
+	l := p.LMCache
+	if l == nil || !l.Lookup {
+		return nil, nil
+	}
+	for _, other := range h.Providers {
+		if o := other.LMCache; other.lookup != nil && o.Endpoint == l.Endpoint && o.Kind == l.Kind && o.Model == l.Model && o.Chunk == l.Chunk {
+			return other.lookup, nil
+		}
+	}
+	dialer := dialerFor(policy, purposeLMCache)
+	return lmcache.NewLookup(lmcache.LookupConfig{
+		URL: l.Endpoint, Kind: lmcache.Kind(l.Kind), Model: l.Model, Chunk: l.Chunk,
+		DialContext: dialer.DialContext, Refusal: egress.ErrDenied,
+	})
 }
 
 // state is what is known of the cache now. It may be called on nil.

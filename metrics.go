@@ -38,6 +38,10 @@ var (
 		Namespace: "caddy", Subsystem: "rolter", Name: "bad_token_headers_total",
 		Help: "Requests whose header of token ids was dropped because it is malformed.",
 	})
+	lookupFailuresTotal = prometheus.NewCounter(prometheus.CounterOpts{
+		Namespace: "caddy", Subsystem: "rolter", Name: "lmcache_lookup_failures_total",
+		Help: "Look-ups of a prompt in LMCache that failed, or were not made because others had.",
+	})
 	tokenizeSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Namespace: "caddy", Subsystem: "rolter", Name: "tokenize_seconds",
 		Help:    "Time to find out the token ids of a prompt, by outcome.",
@@ -60,6 +64,7 @@ var (
 
 func countNoPrompt(cause string) { noPromptTotal.WithLabelValues(cause).Inc() }
 func countRejected(status int)   { rejectedTotal.WithLabelValues(strconv.Itoa(status)).Inc() }
+func countLookupFailure()        { lookupFailuresTotal.Inc() }
 func countBadTokens()            { badTokensTotal.Inc() }
 func observePrediction(err int)  { predictionError.Observe(float64(err)) }
 func observeTokens(outcome tokenOutcome, took time.Duration) {
@@ -187,7 +192,7 @@ func (c stateCollector) Collect(ch chan<- prometheus.Metric) {
 // registerMetrics registers the collectors with the registry of the configuration.
 func registerMetrics(ctx caddy.Context) error {
 	registry := ctx.GetMetricsRegistry()
-	for _, c := range []prometheus.Collector{decisionsTotal, retriesTotal, noPromptTotal, rejectedTotal, scrapeFailuresTotal, badTokensTotal, tokenizeSeconds, predictionError, egressRefusedTotal, panicsTotal, state} {
+	for _, c := range []prometheus.Collector{decisionsTotal, retriesTotal, noPromptTotal, rejectedTotal, scrapeFailuresTotal, badTokensTotal, lookupFailuresTotal, tokenizeSeconds, predictionError, egressRefusedTotal, panicsTotal, state} {
 		if err := registry.Register(c); err != nil && !errors.As(err, &prometheus.AlreadyRegisteredError{}) {
 			return err
 		}

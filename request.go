@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
+	"github.com/rolter-ai/caddy-rolter/lmcache"
 	"github.com/rolter-ai/caddy-rolter/prompt"
 	"github.com/rolter-ai/caddy-rolter/selection"
 )
@@ -41,8 +42,9 @@ type request struct {
 	tokenHeader []string // the client's word for the token ids
 	tokens      []uint32 // of the prompt, once they were looked for
 	tokensFrom  tokensFrom
-	holdings    *holdings // of the candidates' engines; nil where nobody asked
-	served      bool      // the replica has taken the prompt in
+	holdings    *holdings                          // of the candidates' engines; nil where nobody asked
+	served      bool                               // the replica has taken the prompt in
+	lookedUp    map[*lmcache.Lookup]map[string]int // tokens by instance; nil where the look-up failed
 
 	attempt int
 	tried   []*member

@@ -1,12 +1,15 @@
 package rolter
 
 import (
+	"context"
 	"net/http"
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/rolter-ai/caddy-rolter/kvevents"
+	"github.com/rolter-ai/caddy-rolter/lmcache"
 	"github.com/rolter-ai/caddy-rolter/prompt"
 )
 
@@ -14,6 +17,7 @@ import (
 type holdings struct {
 	query   kvevents.Query
 	of      []kvevents.Holding // by candidate; without a residency where nothing can be relied on
+	outer   []float64          // by candidate: the share of the prompt that its LMCache holds; below 0 is not known
 	located bool               // the token ids are known, and what is held of them
 
 	picked   int // -1 while nobody is
@@ -29,8 +33,14 @@ func (h *holdings) Refresh() {
 	}
 }
 
+// outerWorth is how much a block counts in LMCache, compared to one in the engine's own cache: as one in the host's memory does in [kvevents.Holding].
+const outerWorth = 0.8
+
 // Share implements [selection.Residency].
-func (h *holdings) Share(i int) (float64, bool) { return h.of[i].Score, h.of[i].Residency != nil }
+func (h *holdings) Share(i int) (float64, bool) {
+	of, outer := &h.of[i], h.outer[i]
+	return max(of.Score, outerWorth*outer), of.Residency != nil || outer >= 0
+}
 
 // Pressure implements [selection.Residency].
 func (h *holdings) Pressure(i int) (float64, bool) {
@@ -57,7 +67,7 @@ func (h *holdings) withdraw() {
 func (h *holdings) reset() {
 	h.query.Reset(nil, "")
 	clear(h.of)
-	h.of, h.located, h.picked, h.expected = h.of[:0], false, -1, 0
+	h.of, h.outer, h.located, h.picked, h.expected = h.of[:0], h.outer[:0], false, -1, 0
 }
 
 // tokensFrom says where the token ids of a prompt come from.
@@ -93,7 +103,8 @@ func (q *request) locate(r *http.Request, c *choice, s *scratch) {
 			known = true
 			warm = warm || !of.Residency.Empty()
 		}
-		h.of = append(h.of, of)
+		h.of, h.outer = append(h.of, of), append(h.outer, -1)
+		warm = warm || p.target.provider.lookup != nil
 	}
 	if q.tokensFrom == tokensUntried {
 		q.ownTokens()
@@ -106,6 +117,7 @@ func (q *request) locate(r *http.Request, c *choice, s *scratch) {
 		h.query.Reset(q.tokens, string(q.parsed.Salt))
 		residency.Match(&h.query, h.of)
 		h.located = true
+		q.lookUp(r.Context(), s)
 	case known && (c.tokenizer == nil || warm):
 		return // nothing can be said without the token ids
 	case c.recorded:
@@ -167,6 +179,41 @@ func (q *request) predicted() int {
 		return -1
 	}
 	return h.of[h.picked].Cached
+}
+
+// lookupTimeout is for all look-ups of a request.
+const lookupTimeout = 50 * time.Millisecond
+
+// lookUp asks those who know what the candidates' LMCaches hold of the prompt.
+func (q *request) lookUp(ctx context.Context, s *scratch) {
+	if len(s.picks) < 2 || !slices.ContainsFunc(s.picks, func(p pick) bool { return p.target.provider.lookup != nil }) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
+	defer cancel()
+	if q.lookedUp == nil {
+		q.lookedUp = make(map[*lmcache.Lookup]map[string]int)
+	}
+	for i, p := range s.picks {
+		lookup := p.target.provider.lookup
+		if lookup == nil {
+			continue
+		}
+		held, asked := q.lookedUp[lookup]
+		if !asked {
+			var err error
+			if held, err = lookup.Tokens(ctx, q.tokens); err != nil {
+				held = nil
+				countLookupFailure()
+			} else if held == nil {
+				held = map[string]int{} // nobody holds anything
+			}
+			q.lookedUp[lookup] = held
+		}
+		if held != nil {
+			q.holdings.outer[i] = min(1, float64(held[p.target.provider.LMCache.Instance])/float64(len(q.tokens)))
+		}
+	}
 }
 
 // delivered compares what the engine had cached with what was predicted.

@@ -250,10 +250,10 @@ func (rt *Route) provisionStrategy(ctx caddy.Context) error {
 	return nil
 }
 
-// provisionResidency sets up the use of KV events, for strategies that can use them and where there are any.
+// provisionResidency sets up the use of KV events and of look-ups in LMCache, for strategies that can use them and where there are any.
 func (rt *Route) provisionResidency() {
 	uses := rt.Strategy == strategyPreciseCacheAware || rt.Strategy == strategyLeastPrefill || rt.Strategy == strategyPipeline
-	if !uses || !slices.ContainsFunc(rt.Targets, func(t *Target) bool { return t.provider.feed != nil }) {
+	if !uses || !slices.ContainsFunc(rt.Targets, func(t *Target) bool { return t.provider.feed != nil || t.provider.lookup != nil }) {
 		return
 	}
 	rt.choice.residency, rt.choice.recorded = true, rt.Strategy != strategyPreciseCacheAware
