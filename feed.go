@@ -197,10 +197,15 @@ func (r *feedRegistry) restarted(identity string) {
 		if s := f.current.Load(); s != nil {
 			s.tokens.forget()
 		}
-		select {
-		case f.again <- struct{}{}:
-		default:
-		}
+		f.wake()
+	}
+}
+
+// wake has the engine asked once more.
+func (f *feed) wake() {
+	select {
+	case f.again <- struct{}{}:
+	default:
 	}
 }
 
@@ -381,9 +386,15 @@ func (f *feed) listen(at endpoint) *feedRank {
 	r.residency = residency.Add(f.events.MaxBlocks)
 	stream, err := kvevents.NewStream(kvevents.StreamConfig{
 		Endpoint: at.publisher, Replay: at.replay, Topic: f.events.Topic,
-		Dial:    f.dial,
-		Alive:   f.alive,
-		Sink:    r.residency,
+		Dial:  f.dial,
+		Alive: f.alive,
+		Sink:  r.residency,
+		Watch: func(n kvevents.Notice) {
+			// It may have restarted, and otherwise than before.
+			if n.What == kvevents.NoticeState && n.State == kvevents.Down || n.What == kvevents.NoticeRestart {
+				f.wake()
+			}
+		},
 		Limiter: f.limiter,
 		Logger:  logger,
 	})
