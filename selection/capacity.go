@@ -62,3 +62,12 @@ func (p *Prefixes) forget(m *Member) {
 	m.slot, m.bounded = p.index.Add(), 0
 	p.bound(m)
 }
+
+// fullness is how full the candidate's cache is thought to be, in [0, 1]: of what it has room for, where that is known, otherwise of most bytes. The caller
+// holds the lock.
+func (p *Prefixes) fullness(c *Candidate, v *view, most float64) float64 {
+	if c.Member != nil && c.Member.bounded > 0 {
+		most = float64(c.Member.bounded)
+	}
+	return min(p.text(v)/max(most, 1), 1)
+}

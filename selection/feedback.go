@@ -11,9 +11,12 @@ const (
 	feedbackWindow = 16
 	// restartMisses is how many predictions must fail altogether, one after another, to say that the replica has lost everything.
 	restartMisses = 4
-	// failing is the share of what was predicted below which the record is too large, and kept the one above which it may grow again.
-	failing = 0.6
+	// failing is the share of what was predicted below which the record is too large, and kept the one that a bound is learned for: where what is recorded is
+	// what the engine has, some is still evicted between the pick and the prefill.
+	failing = 0.7
 	kept    = 0.9
+	// learning is by how much a bound follows the share of a window. Too small a bound costs far more than one that is a little too large.
+	learning = 0.4
 	// leastLearned is the least that a bound is learned to be, in bytes.
 	leastLearned = 64 << 10
 	// tokenBytes is how many bytes of a prompt a token is until it is learned.
@@ -81,12 +84,10 @@ func (p *Prefixes) judge(was prediction, promptTokens, cachedTokens int) {
 		p.forget(was.member)
 		was.member.feedback = feedback{tokenBytes: f.tokenBytes, learned: f.learned}
 	case f.judged >= feedbackWindow:
-		share := f.delivered / f.predicted
-		switch {
-		case share < failing:
-			f.learned = max(int64(float64(p.index.Text(was.member.slot))*max(share, 0.5)), leastLearned)
-		case share > kept && f.learned > 0:
-			f.learned += f.learned / 8
+		share, text := f.delivered/f.predicted, p.index.Text(was.member.slot)
+		// What there is no more of than the bound allows says nothing of a larger one.
+		if f.learned == 0 && share < failing || f.learned > 0 && (share < kept || text > f.learned-f.learned/8) {
+			f.learned = max(int64(float64(text)*(1+learning*(share-kept))), leastLearned)
 		}
 		f.judged, f.predicted, f.delivered = 0, 0, 0
 		p.bound(was.member)

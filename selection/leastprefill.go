@@ -2,16 +2,19 @@ package selection
 
 // LeastPrefill sends a request where the least prefill work stands between it and its first token:
 //
-//	cost = (pending + (W + overtaken) × uncached) ÷ (rate × weight)
+//	cost = (wait × pending + (miss + overtaken) × uncached) ÷ (rate × weight)
 //
 // Uncached is the part of the prompt that the replica was not sent before, pending the same of the requests that it has still to prefill, both in
 // bytes, and rate is learned for each replica from the times of its first bytes. Where the engine takes requests by their deadlines, pending is what comes
 // before this one, and overtaken the number of those that come after it; otherwise that is 0.
+//
+// A miss also evicts what others would have hit: it counts W where the cache is full, and less where there is still room, down to 1. Wait is W where the cache is
+// empty, down to 1 where it is full: what is new goes where there is room, such as to a replica that has just joined, but does not queue up there.
 type LeastPrefill struct {
 	Loads    *Loads
 	Prefixes *Prefixes
 
-	// W is how much the request's own uncached work counts, 1 or more: a miss also evicts what others would have hit.
+	// W is how much the request's own uncached work counts where the cache is full, 1 or more.
 	W float64
 
 	// Unobserved says that nobody calls [Lease.FirstByte]: work is then taken to be done at the learned rate.
@@ -21,9 +24,6 @@ type LeastPrefill struct {
 // DefaultW is the default of [LeastPrefill.W]. The optimum is flat: from 2 to 4 the mean time to first token of replayed traces hardly changes, and
 // the cached share grows.
 const DefaultW = 3
-
-// leastFull is how full an empty cache counts, compared to the fullest.
-const leastFull = 0.75
 
 // Pick implements [Strategy].
 func (s *LeastPrefill) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
@@ -39,7 +39,11 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	now, counted := s.Loads.clock(), req.counted()
 	usual := s.Loads.usualRate()
 	fewerPrompts := func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
-	fullest := s.Prefixes.mostText(views)
+	speed := func(c *Candidate) float64 { return c.Load.queue.rateOr(usual) * c.weight() }
+	most := 0.0
+	for i := range candidates {
+		most = max(most, s.Prefixes.text(&views[i])/speed(&candidates[i]))
+	}
 	best, least := -1, 0.0
 	for i := range candidates {
 		c := &candidates[i]
@@ -49,15 +53,15 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 		q := &c.Load.queue
 		rate := q.rateOr(usual)
 		uncached := float64(counted - views[i].matched)
-		// A miss evicts less from a cache that has still room, such as that of a new replica. No more than a little less: all would run there.
-		w := 1 + (s.W-1)*max(leastFull, s.Prefixes.text(&views[i])/fullest)
+		full := s.Prefixes.fullness(c, &views[i], most*speed(c))
+		miss, wait := 1+(s.W-1)*full, 1+(s.W-1)*(1-full)
 		deadline := never
 		if c.ByDeadline {
 			deadline = deadlineOf(now, uncached, rate)
 		}
 		// What comes after the request waits for its prefill too.
 		pending, later := q.before(now, rate, deadline)
-		cost := (pending + (w+later)*uncached) / (rate * c.weight())
+		cost := (wait*pending + (miss+later)*uncached) / speed(c)
 		if best < 0 || cost < least || cost == least && preferred(candidates, i, best, fewerPrompts) {
 			best, least = i, cost
 		}

@@ -181,7 +181,7 @@ func TestAReplicaOfHalfTheSpeedOrWeightGetsHalf(t *testing.T) {
 			got, _, _, _ := e.send(prompt(i, 1000))
 			served[got]++
 		}
-		if served[0] < 195 || served[0] > 205 {
+		if served[0] < 190 || served[0] > 210 {
 			t.Errorf("by weight %v: served %v, want about 200 and 100", byWeight, served)
 		}
 	}

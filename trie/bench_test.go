@@ -63,6 +63,31 @@ func BenchmarkFull(b *testing.B) {
 	}
 }
 
+// BenchmarkBounded is the same where each slot is bounded to its share of the text, so that each insert shortens the oldest prompts of its slot.
+func BenchmarkBounded(b *testing.B) {
+	for _, size := range []int{8 << 10, 64 << 10, 2 << 20} {
+		b.Run(fmt.Sprintf("%dKiB", size>>10), func(b *testing.B) {
+			const slots = 64
+			t := newTree(slots, Limits{})
+			for s := range slots {
+				t.SetMaxText(s, DefaultMaxBytes*3/4/slots)
+			}
+			p := newPrompts(size)
+			for i := range 2 * DefaultMaxBytes / int64(size) {
+				t.Confirm(t.Insert(int(i)%slots, p.make()))
+			}
+			out := make([]Match, t.Slots())
+			b.ReportAllocs()
+			for i := 0; b.Loop(); i++ {
+				text := p.make()
+				t.Match(text, out)
+				t.Confirm(t.Insert(i%slots, text))
+			}
+			b.ReportMetric(float64(t.Stats().Prompts), "prompts")
+		})
+	}
+}
+
 // BenchmarkMatch is the look-up alone, in a full tree.
 func BenchmarkMatch(b *testing.B) {
 	for _, slots := range []int{8, 64, 512} {

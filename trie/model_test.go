@@ -21,6 +21,7 @@ type modelPrompt struct {
 	text      string
 	pending   int
 	confirmed bool
+	cut       bool
 }
 
 func (m *model) match(s Slot, text string) (best Match) {
@@ -28,7 +29,7 @@ func (m *model) match(s Slot, text string) (best Match) {
 		if p.slot == s {
 			n := commonPrefixNaive(p.text, text)
 			best.Bytes = max(best.Bytes, n)
-			best.Continues = best.Continues || n == len(p.text)
+			best.Continues = best.Continues || n == len(p.text) && !p.cut
 		}
 	}
 	return best
@@ -118,6 +119,7 @@ func (m *model) insert(s Slot, text string) *modelPrompt {
 	}
 	m.remove(p)
 	m.prompts = append(m.prompts, p)
+	p.cut = false
 	p.pending++
 	return p
 }
@@ -127,11 +129,27 @@ func (m *model) pruneSlots() {
 	if len(m.allNodes()) <= m.limits.MaxNodes && len(m.maxText) == 0 {
 		return
 	}
-	for s := range slices.Max(append(slices.Collect(keys(m.used)), 0)) + 1 {
-		for m.nodes(s) > m.limits.MaxNodes || m.overText(s) {
-			i := slices.IndexFunc(m.prompts, func(p *modelPrompt) bool { return p.slot == s })
-			m.prompts = slices.Delete(m.prompts, i, i+1)
+	slots := slices.Max(append(slices.Collect(keys(m.used)), 0)) + 1
+	for again := true; again; { // as a prompt that is cut may be one more node of a lower slot
+		again = false
+		for s := range slots {
+			for m.nodes(s) > m.limits.MaxNodes || m.overText(s) {
+				again = true
+				m.pruneOldest(s, m.nodes(s) > m.limits.MaxNodes)
+			}
 		}
+	}
+}
+
+// pruneOldest takes a slot's oldest prompt, or as much as is over the slot's bound off its end, where the prompt has more than that alone.
+func (m *model) pruneOldest(s Slot, whole bool) {
+	i := slices.IndexFunc(m.prompts, func(p *modelPrompt) bool { return p.slot == s })
+	oldest, text := m.prompts[i], m.text(s)
+	over := text - m.maxText[s]
+	m.prompts = slices.Delete(m.prompts, i, i+1)
+	if alone := text - m.text(s); !whole && over < alone {
+		oldest.text, oldest.cut = oldest.text[:int64(len(oldest.text))-over], true
+		m.prompts = slices.Insert(m.prompts, i, oldest)
 	}
 }
 

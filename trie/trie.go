@@ -98,9 +98,10 @@ type slot struct {
 	used    bool
 	nodes   int
 	prompts int
-	recent  list  // its prompts, by insertion
-	text    int64 // bytes of its prompts, what they share counted once
-	maxText int64 // 0 for no limit
+	recent  list   // its prompts, by insertion
+	text    int64  // bytes of its prompts, what they share counted once
+	maxText int64  // 0 for no limit
+	cut     uint32 // its oldest prompt, where the end of that has been pruned; 0 for none
 }
 
 func (s *slot) overText() bool { return s.maxText > 0 && s.text > s.maxText }
@@ -157,7 +158,8 @@ func (t *Tree) SetLimits(l Limits) {
 }
 
 // SetMaxText limits the bytes of text that a slot may hold, what its prompts share counted once; 0 and below is no limit. It is how a slot is
-// kept to what its target's own cache has room for. What is over it is pruned at once.
+// kept to what its target's own cache has room for, and what is over it is pruned as an engine evicts: off the end of the least recently inserted
+// prompt, as far as no other needs it. A prompt that has lost its end is still matched, and continued by none.
 func (t *Tree) SetMaxText(s Slot, bytes int64) {
 	if !t.inUse(s) {
 		return
@@ -253,9 +255,11 @@ func (t *Tree) Match(text []byte, out []Match) {
 			t.scored[number] |= g.held
 			if depth == int(n.depth) {
 				for fresh := g.ending &^ t.continued[number]; fresh != 0; fresh &= fresh - 1 {
-					out[number<<6+bits.TrailingZeros64(fresh)].Continues = true
+					if s := number<<6 + bits.TrailingZeros64(fresh); !t.isCut(at, s) {
+						out[s].Continues = true
+						t.continued[number] |= fresh & -fresh
+					}
 				}
-				t.continued[number] |= g.ending
 			}
 		}
 		depth = int(n.depth) - n.edge.len()
@@ -287,7 +291,7 @@ func (t *Tree) walk(text []byte) (at uint32, depth int) {
 // copied.
 //
 // What is over a limit then is pruned, the least recently inserted first: the prompts of a slot that holds too many
-// nodes, and the prompts of all slots while the tree takes too many bytes. Where the new prompt itself has to go, and
+// nodes or too much text, and the prompts of all slots while the tree takes too many bytes. Where the new prompt itself has to go, and
 // where nothing is recorded to begin with, the Record is zero: that is so for an empty text, a slot that is not in use,
 // and a text that would not fit into MaxBytes alone, for which nothing else is pruned.
 func (t *Tree) Insert(s Slot, text []byte) Record {
@@ -301,6 +305,7 @@ func (t *Tree) Insert(s Slot, text []byte) Record {
 		p.pending++
 		t.unlink(i, p)
 		t.link(i, p)
+		t.uncut(i, p) // this is the whole of it
 		return Record{Serial: p.serial, Index: i}
 	}
 
@@ -535,6 +540,7 @@ func (t *Tree) forget(i uint32) {
 	p := t.prompts.at(i)
 	end, s := p.node, Slot(p.slot)
 	t.unlink(i, p)
+	t.uncut(i, p)
 	t.slots[s].prompts--
 	t.stats.Prompts--
 	t.stats.Bytes -= promptBytes
@@ -558,13 +564,59 @@ func (t *Tree) countText(s Slot, by int) {
 	}
 }
 
-// prune forgets prompts until the limits are kept.
+// isCut tells whether the slot's prompt that ends at a node went on once.
+func (t *Tree) isCut(at uint32, s Slot) bool {
+	cut := t.slots[s].cut
+	return cut != 0 && t.prompts.at(cut).node == at
+}
+
+// uncut forgets that prompt i, which is p, was cut.
+func (t *Tree) uncut(i uint32, p *prompt) {
+	if own := &t.slots[p.slot]; own.cut == i {
+		own.cut = 0
+	}
+}
+
+// shorten takes so many bytes off the end of the slot's oldest prompt, or reports that they are not to be had: that it has no more than these for
+// itself.
+func (t *Tree) shorten(s Slot, bytes int64) bool {
+	i := t.slots[s].recent.oldest
+	p := t.prompts.at(i)
+	at, end := p.node, p.node
+	for ; ; at = t.nodes.at(at).parent {
+		if at == t.root || t.uses[useKey{at, uint32(s)}] > 0 {
+			return false
+		}
+		n := int64(t.nodes.at(at).edge.len())
+		if bytes < n {
+			break
+		}
+		bytes -= n
+	}
+	if bytes > 0 {
+		at = t.split(at, int(t.nodes.at(at).depth)-int(bytes))
+	}
+	t.hold(at, s)
+	t.clearEnd(end, s, i)
+	t.setEnd(at, s, i)
+	p.node = at
+	t.slots[s].cut = i
+	t.merge(t.release(end, s))
+	return true
+}
+
+// prune takes away what is over the limits.
 func (t *Tree) prune() {
-	if t.crowded {
+	// Where a prompt is shortened, other slots may get a node more.
+	for t.crowded {
 		t.crowded = false
 		for s := range t.slots {
-			for t.slots[s].nodes > t.limits.MaxNodes || t.slots[s].overText() {
-				t.forget(t.slots[s].recent.oldest)
+			own := &t.slots[s]
+			for own.nodes > t.limits.MaxNodes || own.overText() {
+				if own.nodes <= t.limits.MaxNodes && t.shorten(s, own.text-own.maxText) {
+					continue
+				}
+				t.forget(own.recent.oldest)
 				t.stats.Pruned++
 			}
 		}

@@ -2,6 +2,7 @@ package trie
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"runtime"
@@ -154,6 +155,50 @@ func TestPruning(t *testing.T) {
 					t.Errorf("%q: %d bytes, want %d", text, m.Bytes, want)
 				}
 			}
+		})
+	}
+}
+
+// An engine evicts the last blocks of the prompt that was used the longest time ago, and so does a slot that holds too much text.
+func TestTextIsPrunedFromTheEnd(t *testing.T) {
+	for name, c := range map[string]struct {
+		maxText   int64
+		inserts   []string
+		bytes     map[string]int // leading bytes held of a text
+		continued []string
+	}{
+		"the oldest loses its end":         {9, []string{"aaaaa", "bbbbb"}, map[string]int{"aaaaa": 4, "bbbbb": 5}, []string{"bbbbb"}},
+		"as much as is needed":             {9, []string{"aaaaa", "bbbbb", "cc"}, map[string]int{"aaaaa": 2, "bbbbb": 5, "cc": 2}, []string{"bbbbb", "cc"}},
+		"then all of it, and the next one": {9, []string{"aaaaa", "bbbbb", "cccccc"}, map[string]int{"aaaaa": 0, "bbbbb": 3}, []string{"cccccc"}},
+		"what is shared stays":             {9, []string{"abcde", "abxyz", "qq"}, map[string]int{"abcde": 4, "abxyz": 5}, []string{"abxyz", "qq"}},
+		"and is nobody's end":              {9, []string{"abcde", "abxyz", "qqqq"}, map[string]int{"abcde": 2, "abxyz": 5}, []string{"abxyz", "qqqq"}},
+		"inserting again refreshes":        {9, []string{"aaaaa", "bbbb", "aaaaa", "cc"}, map[string]int{"aaaaa": 5, "bbbb": 2}, []string{"aaaaa"}},
+		"and makes whole":                  {9, []string{"aaaaa", "bbbbb", "aaaa", "c"}, map[string]int{"aaaaa": 4, "bbbbb": 4}, []string{"aaaa", "c"}},
+		"one that is too long":             {9, []string{"bbbbb", "aaaaaaaaaaaa"}, map[string]int{"bbbbb": 0, "aaaaaaaaaaaa": 9}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tree := newTree(2, Limits{})
+			for _, text := range c.inserts { // what another slot holds is not of interest
+				tree.Insert(1, []byte(text))
+			}
+			tree.SetMaxText(0, c.maxText)
+			for _, text := range c.inserts {
+				tree.Insert(0, []byte(text))
+			}
+			for text, want := range c.bytes {
+				if got := match(tree, text)[0]; got != (Match{want, want > 0 && slices.Contains(c.continued, text[:want])}) {
+					t.Errorf("%q: %+v, want %d bytes", text, got, want)
+				}
+			}
+			for _, text := range c.continued {
+				if !match(tree, text)[0].Continues {
+					t.Errorf("%q is not continued", text)
+				}
+			}
+			if tree.Text(0) != c.maxText {
+				t.Errorf("%d bytes, want %d", tree.Text(0), c.maxText)
+			}
+			check(t, tree)
 		})
 	}
 }
@@ -322,6 +367,36 @@ func TestCutAndJoinLong(t *testing.T) {
 			}
 			if got := match(tree, string(long))[0]; got != (Match{len(long), true}) || tree.Nodes(0) != 1 {
 				t.Errorf("%+v with %d nodes", got, tree.Nodes(0))
+			}
+			check(t, tree)
+		})
+	}
+}
+
+// A long prompt that loses a little of its end each time is not copied each time either, whether or not another slot holds it.
+func TestShortenLong(t *testing.T) {
+	const inserts, size = 1000, 1 << 10
+	long := make([]byte, 4<<20)
+	for name, slots := range map[string]int{"alone": 1, "of two slots": 2} {
+		t.Run(name, func(t *testing.T) {
+			tree := newTree(slots, Limits{})
+			for s := range slots {
+				tree.Insert(s, long)
+			}
+			tree.SetMaxText(0, int64(len(long)))
+			short := make([]byte, size)
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			for i := range inserts {
+				binary.BigEndian.PutUint32(short, uint32(i+1)<<8)
+				tree.Insert(0, short)
+			}
+			runtime.ReadMemStats(&after)
+			if copied := (after.TotalAlloc - before.TotalAlloc) / uint64(len(long)); copied > 5 {
+				t.Errorf("allocated %d times the long text", copied)
+			}
+			if held := match(tree, string(long))[0].Bytes; held < len(long)-inserts*size || held > len(long)-inserts*(size-4) {
+				t.Errorf("%d of %d bytes are held after %d inserts of %d", held, len(long), inserts, size)
 			}
 			check(t, tree)
 		})

@@ -100,12 +100,12 @@ func (s *simulation) prefillRate(i int) float64 {
 func cachedTokens(blocks, promptTokens int) int { return min(blocks*BlockTokens, promptTokens) }
 
 func (s *simulation) newGateway() gateway {
-	tree := trie.New()
 	w := world{
 		loads:    selection.NewLoads(func() time.Duration { return s.now }),
-		prefixes: selection.NewPrefixes(tree),
+		prefixes: selection.NewPrefixes(trie.New()),
 		replicas: s.opts.Replicas,
 	}
+	w.prefixes.Capacity = func(string) int64 { return int64(s.variant.IndexScale * float64(s.opts.CacheBlocks*BlockTokens)) }
 	g := gateway{strategy: buildStrategy(s.variant.Strategy)(w)}
 	for i := range s.opts.Replicas {
 		c := selection.Candidate{Load: w.loads.Acquire(address(i)), Weight: 1, Member: w.prefixes.Join(address(i)), ByDeadline: s.variant.EngineOrder == string(replica.ByPriority)}
@@ -113,9 +113,6 @@ func (s *simulation) newGateway() gateway {
 			c.Load.SetRate(s.opts.RateError * s.prefillRate(i) * BytesPerToken)
 		}
 		g.candidates = append(g.candidates, c)
-	}
-	for slot := range tree.Slots() {
-		tree.SetMaxText(slot, int64(s.variant.IndexScale*float64(s.opts.CacheBlocks*BlockTokens*BytesPerToken)))
 	}
 	return g
 }
@@ -151,7 +148,10 @@ func (s *simulation) send(a *attempt) error {
 		case replica.Decoding:
 			lease.FirstByte()
 			lease.Answered(true)
-		case replica.Done, replica.Aborted:
+		case replica.Done:
+			lease.Delivered(job.PromptTokens, job.CachedTokens)
+			lease.Release()
+		case replica.Aborted:
 			lease.Release()
 		default:
 			return
