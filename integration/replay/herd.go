@@ -4,13 +4,10 @@ import "time"
 
 // herd measures whether requests run after one replica, as they may after one that has just joined.
 //
-// The queue of a replica is the time that it takes to prefill all requests there that have no first token yet, each in full, less what the
-// replica's cache held when the request came. The measure is the longest time for which the queue of some replica was above 3 times the mean
-// of all candidates, without a break, after the first replica had joined. The queues are sampled at every event: an arrival, a first or a last
-// token, a replica that comes or goes.
-//
-// A long prompt that finds all replicas idle counts too, so the measure is never far below the longest prefill: it is to be compared
-// between runs.
+// The queue of a replica is the time that it takes to prefill all requests that wait there, each less what the replica's cache held when the request came. The
+// one that is being prefilled waits no longer: a prompt of 126,000 tokens that finds a replica idle keeps it for 18 s, and is no herd. The measure is
+// the longest time for which the queue of some replica was above 3 times the mean of all candidates, without a break, after the first replica had
+// joined. The queues are sampled at every event: an arrival, a first or a last token, a replica that comes or goes.
 type herd struct {
 	queues  []time.Duration // by replica
 	since   []time.Duration // when the queue rose above the limit; noTime when it is not above

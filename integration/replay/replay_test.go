@@ -381,17 +381,19 @@ func TestHerd(t *testing.T) {
 		}
 	}
 
-	// Four replicas, the last of which joins. Two blocks on one of them are above 3 × the mean until they are prefilled, those of before it came do not count,
-	// and a second busy replica ends it.
+	// Four replicas, the last of which joins. One prompt at each is no herd, however long. A fifth waits for 3 s, and then another one nowhere.
 	requests := []Request{
 		{0, 4096, 1, []uint64{1, 2, 3, 4, 5, 6, 7, 8}},
-		{10_000, 1024, 1, []uint64{11, 12}},
+		{20_000, 2048, 1, []uint64{11, 12, 13, 14}},
 		{20_000, 2048, 1, []uint64{21, 22, 23, 24}},
-		{21_000, 2048, 1, []uint64{31, 32, 33, 34}},
+		{20_000, 2048, 1, []uint64{31, 32, 33, 34}},
+		{20_000, 2048, 1, []uint64{41, 42, 43, 44}},
+		{21_000, 1024, 1, []uint64{51, 52}},
+		{40_000, 4096, 1, []uint64{61, 62, 63, 64, 65, 66, 67, 68}},
 	}
 	args := []string{"--replicas", "4", "--prefill-rate", "512", "--decode-ms", "1000", "--strategy", "least_load", "--join", "3@9s", "-"}
-	if r := results(t, lines(t, requests), args...)[0]; *r.Herd != 2 {
-		t.Errorf("%v s, want 2", *r.Herd)
+	if r := results(t, lines(t, requests), args...)[0]; *r.Herd != 3 {
+		t.Errorf("%v s, want 3", *r.Herd)
 	}
 }
 

@@ -145,6 +145,7 @@ func (s *simulation) send(a *attempt) error {
 	*queue += work
 	job.Notify = func() {
 		switch job.Phase {
+		case replica.Prefilling: // it waits no longer
 		case replica.Decoding:
 			lease.FirstByte()
 			lease.Answered(true)
