@@ -198,15 +198,6 @@ func (p *Prefixes) text(v *view) float64 {
 	return float64(p.index.Text(v.slot))
 }
 
-// mostText is the most that a candidate has, 1 at least. The caller holds the lock.
-func (p *Prefixes) mostText(views []view) float64 {
-	most := 1.0
-	for i := range views {
-		most = max(most, p.text(&views[i]))
-	}
-	return most
-}
-
 // fewer compares how many prompts are recorded for two candidates, for their weight: it is negative when i has fewer than j. One whose outer cache is known
 // to be down comes after one that has more. The caller holds the lock.
 func (p *Prefixes) fewer(candidates []Candidate, views []view, i, j int) float64 {
