@@ -19,6 +19,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/rolter-ai/caddy-rolter/egress"
+	"github.com/rolter-ai/caddy-rolter/kvevents"
 	"github.com/rolter-ai/caddy-rolter/lmcache"
 	"github.com/rolter-ai/caddy-rolter/selection"
 )
@@ -94,9 +95,6 @@ type KVEvents struct {
 // eventsAuto is the endpoint that says to ask the replica.
 const eventsAuto = "auto"
 
-// maxRanks bounds the data-parallel ranks of an engine.
-const maxRanks = 1024
-
 // validate checks the stream. Errors name the key and the value.
 func (k *KVEvents) validate(policy egress.Policy) error {
 	if k.Endpoint != eventsAuto {
@@ -109,8 +107,8 @@ func (k *KVEvents) validate(policy egress.Policy) error {
 			return err
 		}
 	}
-	if k.Ranks < 0 || k.Ranks > maxRanks {
-		return fmt.Errorf("kv_events.ranks %d: must be from 1 to %d", k.Ranks, maxRanks)
+	if k.Ranks < 0 || k.Ranks > kvevents.MaxRanks {
+		return fmt.Errorf("kv_events.ranks %d: must be from 1 to %d", k.Ranks, kvevents.MaxRanks)
 	}
 	if k.MaxBlocks < 0 {
 		return fmt.Errorf("kv_events.max_blocks %d: must not be negative", k.MaxBlocks)
@@ -130,18 +128,14 @@ func checkStream(policy egress.Policy, key, endpoint string, ranks int) error {
 	return checkEndpoint(policy, key, endpoint, host)
 }
 
-// splitStream takes tcp://host:port apart.
+// splitStream takes apart an endpoint that can be connected to.
 func splitStream(endpoint string) (host string, port int, err error) {
-	address, ok := strings.CutPrefix(endpoint, "tcp://")
-	if !ok {
-		return "", 0, errors.New("must begin with tcp://")
+	host, digits, err := kvevents.ParseEndpoint(endpoint)
+	if err == nil && host == "*" {
+		err = errors.New("must name a host")
 	}
-	host, digits, err := net.SplitHostPort(address)
 	if err != nil {
 		return "", 0, err
-	}
-	if host == "" || host == "*" || !validPort(digits) {
-		return "", 0, errors.New("must name a host and a port")
 	}
 	port, err = strconv.Atoi(digits)
 	return host, port, err
@@ -534,6 +528,11 @@ func (p *Provider) parseBase(base string) error {
 
 // identity is what stays the same of the replica from one configuration to the next. A front may have several behind one address, by path.
 func (p *Provider) identity() string { return p.dial + p.path }
+
+// engineURL is the URL at the engine of a path that is not of the API under /v1.
+func (p *Provider) engineURL(path string) *url.URL {
+	return &url.URL{Scheme: p.scheme, Host: p.dial, Path: strings.TrimSuffix(p.path, "/v1") + path}
+}
 
 // pathFor is the path at the provider for the path of a request.
 func (p *Provider) pathFor(path string) string {

@@ -23,13 +23,11 @@ import (
 // outlives the configurations that say the same about it: a stream that is begun anew has missed what was stored before.
 
 const (
-	discoverTimeout = 2 * time.Second
-	aliveTimeout    = 500 * time.Millisecond
-	firstDiscovery  = time.Second // mean time to the second try to ask an engine where it publishes; it doubles with each
+	discoverTimeout  = 2 * time.Second
+	aliveTimeout     = 500 * time.Millisecond
+	discoverInterval = time.Minute // mean time between two questions that were answered
+	firstDiscovery   = time.Second // mean time to the second try to ask an engine where it publishes; it doubles with each
 )
-
-// discoverInterval is the mean time between two questions that were answered. Tests shorten it.
-var discoverInterval = time.Minute
 
 // residency is what the engines of all configurations hold, as their KV events tell.
 var residency = kvevents.NewIndex()
@@ -50,7 +48,7 @@ type feedSource struct {
 func newFeedSource(p *Provider, policy egress.Policy, logger *zap.Logger) *feedSource {
 	s := &feedSource{
 		identity: p.identity(),
-		base:     p.scheme + "://" + p.dial + strings.TrimSuffix(p.path, "/v1"),
+		base:     p.engineURL("").String(),
 		apiKey:   p.APIKey,
 		events:   *p.KVEvents,
 		tokens:   p.tokens,
@@ -161,6 +159,18 @@ func (r *feedRegistry) leave(s *feedSource) {
 	}
 }
 
+// of lists the feeds of the engine with this identity: more than one where configurations say different things about it.
+func (r *feedRegistry) of(identity string) (feeds []*feed) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, f := range r.byKey {
+		if f.identity == identity {
+			feeds = append(feeds, f)
+		}
+	}
+	return feeds
+}
+
 // all lists the feeds, those of one engine next to each other.
 func (r *feedRegistry) all() []*feed {
 	r.mu.Lock()
@@ -175,20 +185,15 @@ func (r *feedRegistry) all() []*feed {
 
 // ranks is how many ranks the engine with this identity has, as far as they are known.
 func (r *feedRegistry) ranks(identity string) (n int) {
-	for _, f := range r.all() {
-		if f.identity == identity {
-			n = max(n, len(f.ranks()))
-		}
+	for _, f := range r.of(identity) {
+		n = max(n, len(f.ranks()))
 	}
 	return n
 }
 
 // restarted says that the engine with this identity has restarted, as its metrics tell.
 func (r *feedRegistry) restarted(identity string) {
-	for _, f := range r.all() {
-		if f.identity != identity {
-			continue
-		}
+	for _, f := range r.of(identity) {
 		for _, rank := range f.ranks() {
 			if rank.stream != nil {
 				rank.stream.Restarted()
@@ -211,12 +216,10 @@ func (f *feed) wake() {
 
 // resized says how many tokens there is room for in the cache of the engine with this identity, and in a block of it; 0 is unknown.
 func (r *feedRegistry) resized(identity string, capacity int64, block int) {
-	for _, f := range r.all() {
-		if f.identity == identity {
-			was, wasBlock := f.capacity.Swap(capacity), f.block.Swap(int64(block))
-			if was != capacity || wasBlock != int64(block) {
-				f.size()
-			}
+	for _, f := range r.of(identity) {
+		was, wasBlock := f.capacity.Swap(capacity), f.block.Swap(int64(block))
+		if was != capacity || wasBlock != int64(block) {
+			f.size()
 		}
 	}
 }

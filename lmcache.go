@@ -133,10 +133,10 @@ func newOuterSource(p *Provider, policy egress.Policy, logger *zap.Logger) *oute
 	return s
 }
 
-// lookupFor is who is asked what the provider's LMCache holds of prompts, or nil. Providers that name the same one share it.
+// lookupFor is who is asked what the provider's LMCache holds of prompts, or nil where nobody is. Providers that name the same one share it.
 func (h *Handler) lookupFor(p *Provider, policy egress.Policy) (*lmcache.Lookup, error) {
 	l := p.LMCache
-	if l == nil || !l.Lookup {
+	if !l.Lookup {
 		return nil, nil
 	}
 	for _, other := range h.Providers {

@@ -152,6 +152,17 @@ func (q *request) askForTokens(r *http.Request, c *choice, s *scratch) {
 	}
 	// A target with another name for the model is sent another body.
 	model := s.picks[0].target.Model
+	query := tokenQuery{
+		api: q.api, renderOnly: q.parsed.RenderOnly, body: q.body, parts: q.partsFor(model, nil, false), authorization: r.Header["Authorization"],
+		providers: func() []*tokenSource { return s.tokenSources(model) },
+	}
+	if ids := c.tokenizer.ids(r.Context(), &query); len(ids) > 0 {
+		q.tokens, q.tokensFrom = ids, tokensOfEngine
+	}
+}
+
+// tokenSources are the providers whose targets have this model name, the idlest first.
+func (s *scratch) tokenSources(model string) []*tokenSource {
 	type idle struct {
 		source   *tokenSource
 		inFlight int
@@ -163,13 +174,11 @@ func (q *request) askForTokens(r *http.Request, c *choice, s *scratch) {
 		}
 	}
 	slices.SortStableFunc(order, func(a, b idle) int { return a.inFlight - b.inFlight })
-	query := tokenQuery{api: q.api, renderOnly: q.parsed.RenderOnly, body: q.body, parts: q.partsFor(model, nil, false), authorization: r.Header["Authorization"]}
-	for _, o := range order {
-		query.providers = append(query.providers, o.source)
+	sources := make([]*tokenSource, len(order))
+	for i, o := range order {
+		sources[i] = o.source
 	}
-	if ids := c.tokenizer.ids(r.Context(), &query); len(ids) > 0 {
-		q.tokens, q.tokensFrom = ids, tokensOfEngine
-	}
+	return sources
 }
 
 // predicted is how many tokens of the prompt the engine that was picked will find cached, or -1 where that is not known.

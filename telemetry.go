@@ -9,10 +9,8 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -48,8 +46,7 @@ type source struct {
 }
 
 func newSource(p *Provider, policy egress.Policy, logger *zap.Logger) *source {
-	at := url.URL{Scheme: p.scheme, Host: p.dial, Path: strings.TrimSuffix(p.path, "/v1") + "/metrics"}
-	return &source{p.identity(), at.String(), p.APIKey, policy, logger.With(zap.String("provider", p.Name))}
+	return &source{p.identity(), p.engineURL("/metrics").String(), p.APIKey, policy, logger.With(zap.String("provider", p.Name))}
 }
 
 // telemetry has the engines whose metrics are read, by identity. An engine that is in the next configuration too is read on.

@@ -12,7 +12,6 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -112,8 +111,9 @@ type tokenQuery struct {
 	body       *buffer
 	parts      [][]byte // of the body, as they go upstream
 
-	// The providers that would be sent this very body, the preferred first. The first that can be asked is, and no other.
-	providers []*tokenSource
+	// The providers that would be sent this very body, the preferred first. The first that can be asked is, and no other. It is called when somebody
+	// has to be asked.
+	providers func() []*tokenSource
 
 	authorization []string // the client's header, for a provider without a key
 }
@@ -221,7 +221,7 @@ func (t *tokenizer) fly(ctx context.Context, q *tokenQuery, key tokenKey, f *tok
 // ask asks the first provider that can be asked.
 func (t *tokenizer) ask(ctx context.Context, q *tokenQuery) ([]uint32, tokenOutcome) {
 	outcome := tokensUnavailable
-	for _, s := range q.providers {
+	for _, s := range q.providers() {
 		endpoints := s.endpoints(q, t.now())
 		if len(endpoints) == 0 {
 			continue
@@ -375,11 +375,7 @@ type tokenSource struct {
 func newTokenSource(p *Provider) *tokenSource {
 	s := &tokenSource{apiKey: p.APIKey}
 	for e, path := range tokenPaths {
-		at := p.pathFor(path)
-		if tokenEndpoint(e) == plainTokenize {
-			at = strings.TrimSuffix(p.path, "/v1") + path
-		}
-		s.urls[e] = &url.URL{Scheme: p.scheme, Host: p.dial, Path: at}
+		s.urls[e] = p.engineURL(path) // they are beside /v1, or begin with it
 	}
 	return s
 }

@@ -98,11 +98,15 @@ func (o *outcomeLog) take() []tokenOutcome {
 func wantTokens(api prompt.API, body string, engines ...*teller) *tokenQuery {
 	b := &buffer{data: []byte(body)}
 	b.refs.Store(1)
-	q := &tokenQuery{api: api, body: b, parts: [][]byte{b.data}}
+	var sources []*tokenSource
 	for _, e := range engines {
-		q.providers = append(q.providers, e.tokenSource)
+		sources = append(sources, e.tokenSource)
 	}
-	return q
+	return &tokenQuery{api: api, body: b, parts: [][]byte{b.data}, providers: from(sources...)}
+}
+
+func from(sources ...*tokenSource) func() []*tokenSource {
+	return func() []*tokenSource { return sources }
 }
 
 func says(answer string) http.HandlerFunc {
@@ -665,7 +669,7 @@ func TestConnectionsThatAreClosedMeanwhile(t *testing.T) {
 	s := sourceOf(t, &Provider{Name: "a", APIBase: "http://" + listener.Addr().String()})
 	for i := range 10 {
 		q := wantTokens(prompt.Messages, fmt.Sprint(i))
-		q.providers = []*tokenSource{s}
+		q.providers = from(s)
 		if ids := tok.ids(t.Context(), q); ids == nil {
 			t.Errorf("%d: none", i)
 		}
@@ -690,7 +694,7 @@ func TestNothingIsLeftOfATokenizer(t *testing.T) {
 		group.Go(func() { tok.ids(t.Context(), wantTokens(prompt.Messages, fmt.Sprint(i/2), e)) })
 	}
 	tls := wantTokens(prompt.Messages, `{"tls":1}`)
-	tls.providers = []*tokenSource{sourceOf(t, &Provider{Name: "a", APIBase: "https://" + silent.Addr().String()})}
+	tls.providers = from(sourceOf(t, &Provider{Name: "a", APIBase: "https://" + silent.Addr().String()}))
 	group.Go(func() { tok.ids(t.Context(), tls) })
 	for range 5 {
 		<-asked

@@ -202,14 +202,20 @@ type state struct {
 
 func (g *gateway) state() (s state) {
 	g.t.Helper()
+	g.readState(&s)
+	return s
+}
+
+// readState reads of GET /rolter/state what into has fields for.
+func (g *gateway) readState(into any) {
+	g.t.Helper()
 	answer, err := g.admin(http.MethodGet, "/rolter/state", "", "")
 	if err != nil {
 		g.t.Fatal(err)
 	}
-	if err := json.Unmarshal([]byte(answer), &s); err != nil {
+	if err := json.Unmarshal([]byte(answer), into); err != nil {
 		g.t.Fatal(err)
 	}
-	return s
 }
 
 // inFlight is the sum of all reservations.

@@ -1,7 +1,6 @@
 package integration
 
 import (
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"strings"
@@ -32,10 +31,6 @@ func cacheSite(replicas, controllers []*stub, more string) string {
 // cacheState is what GET /rolter/state tells of the LMCaches, by provider: occupancy, "down" or "unknown".
 func (g *gateway) cacheState() map[string]string {
 	g.t.Helper()
-	answer, err := g.admin(http.MethodGet, "/rolter/state", "", "")
-	if err != nil {
-		g.t.Fatal(err)
-	}
 	var state struct {
 		Caches []struct {
 			Provider  string
@@ -43,9 +38,7 @@ func (g *gateway) cacheState() map[string]string {
 			Occupancy *float64
 		} `json:"lmcache"`
 	}
-	if err := json.Unmarshal([]byte(answer), &state); err != nil {
-		g.t.Fatal(err)
-	}
+	g.readState(&state)
 	told := make(map[string]string)
 	for _, c := range state.Caches {
 		switch {

@@ -1,7 +1,6 @@
 package integration
 
 import (
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"os"
@@ -32,16 +31,10 @@ func TestRealLMCaches(t *testing.T) {
 	g := startGateway(t, site)
 	state := func() (all []outerCache) {
 		t.Helper()
-		answer, err := g.admin(http.MethodGet, "/rolter/state", "", "")
-		if err != nil {
-			t.Fatal(err)
-		}
 		var s struct {
 			Caches []outerCache `json:"lmcache"`
 		}
-		if err := json.Unmarshal([]byte(answer), &s); err != nil {
-			t.Fatal(err)
-		}
+		g.readState(&s)
 		return s.Caches
 	}
 	occupancies := func() (all []string) {

@@ -78,12 +78,7 @@ func exchangeWith(g *gateway, model string, history []turn) (e exchange, answer 
 				Content string `json:"content"`
 			} `json:"message"`
 		} `json:"choices"`
-		Usage struct {
-			Prompt  int `json:"prompt_tokens"`
-			Details struct {
-				Cached int `json:"cached_tokens"`
-			} `json:"prompt_tokens_details"`
-		} `json:"usage"`
+		Usage usage `json:"usage"`
 	}
 	if err := json.Unmarshal([]byte(r.body), &said); err != nil || len(said.Choices) == 0 {
 		return e, "", fmt.Errorf("answer %.200s: %w", r.body, err)

@@ -33,16 +33,10 @@ type kvStream struct {
 
 func (g *gateway) streams() map[string]kvStream {
 	g.t.Helper()
-	answer, err := g.admin(http.MethodGet, "/rolter/state", "", "")
-	if err != nil {
-		g.t.Fatal(err)
-	}
 	var state struct {
 		KVEvents []kvStream `json:"kv_events"`
 	}
-	if err := json.Unmarshal([]byte(answer), &state); err != nil {
-		g.t.Fatal(err)
-	}
+	g.readState(&state)
 	all := make(map[string]kvStream)
 	for _, s := range state.KVEvents {
 		all[s.Address] = s
@@ -253,6 +247,14 @@ func TestARestartEmptiesWhatIsKnown(t *testing.T) {
 	g.caughtUp(again)
 }
 
+// usage is what an engine reports of a prompt.
+type usage struct {
+	Prompt  int `json:"prompt_tokens"`
+	Details struct {
+		Cached int `json:"cached_tokens"`
+	} `json:"prompt_tokens_details"`
+}
+
 // Each rank of an engine has a cache of its own: requests go to the one that holds their prompt.
 func TestRanksAreTargets(t *testing.T) {
 	servers := publishing(t, 2, replica.Config{CacheBlocks: 4000, Ranks: 3})
@@ -268,12 +270,7 @@ func TestRanksAreTargets(t *testing.T) {
 			for i := range conversations {
 				r := g.served(chatPath, chat("m", longPrompt(i, 4000)))
 				var answer struct {
-					Usage struct {
-						Prompt  int `json:"prompt_tokens"`
-						Details struct {
-							Cached int `json:"cached_tokens"`
-						} `json:"prompt_tokens_details"`
-					} `json:"usage"`
+					Usage usage `json:"usage"`
 				}
 				if err := json.Unmarshal([]byte(r.body), &answer); err != nil {
 					t.Fatal(err)

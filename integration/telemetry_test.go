@@ -2,7 +2,6 @@ package integration
 
 import (
 	"context"
-	"encoding/json"
 	"net/http"
 	"strings"
 	"testing"
@@ -19,16 +18,10 @@ type told struct {
 
 func (g *gateway) told(addr string) told {
 	g.t.Helper()
-	answer, err := g.admin(http.MethodGet, "/rolter/state", "", "")
-	if err != nil {
-		g.t.Fatal(err)
-	}
 	var state struct {
 		Loads []told `json:"loads"`
 	}
-	if err := json.Unmarshal([]byte(answer), &state); err != nil {
-		g.t.Fatal(err)
-	}
+	g.readState(&state)
 	for _, l := range state.Loads {
 		if l.Address == addr {
 			return l

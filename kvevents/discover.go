@@ -17,8 +17,10 @@ import (
 	"strings"
 )
 
+// MaxRanks is the most data-parallel ranks that an engine is taken to have.
+const MaxRanks = 1024
+
 const (
-	maxRanks       = 1024
 	maxAdapters    = 4096
 	maxProblems    = 8
 	maxTopic       = 1 << 10 // bytes
@@ -142,15 +144,15 @@ func (d *Discovery) readSources(answer []byte, host string) error {
 	switch err := json.Unmarshal(answer, &sources); {
 	case err != nil:
 		return errors.New("/kv_event_sources is not as expected: not an object")
-	case len(sources) > maxRanks:
+	case len(sources) > MaxRanks:
 		return fmt.Errorf("/kv_event_sources is not as expected: %d ranks", len(sources))
 	case len(sources) == 0:
 		d.problem("the engine publishes no KV events: start it with %s", vllmFlag)
 	}
 	for _, key := range slices.Sorted(maps.Keys(sources)) {
 		rank, err := strconv.ParseUint(key, 10, 16)
-		if err != nil || rank >= maxRanks || strconv.FormatUint(rank, 10) != key {
-			d.problem("the engine names a data-parallel rank %.40q, which is not a number in 0..%d", key, maxRanks-1)
+		if err != nil || rank >= MaxRanks || strconv.FormatUint(rank, 10) != key {
+			d.problem("the engine names a data-parallel rank %.40q, which is not a number in 0..%d", key, MaxRanks-1)
 			continue
 		}
 		d.Ranks = append(d.Ranks, d.readSource(int(rank), sources[key], host))
@@ -246,7 +248,7 @@ func (d *Discovery) readServerInfo(answer []byte, host string) error {
 	if events.Ranks != nil {
 		ranks = *events.Ranks
 	}
-	if ranks < 1 || ranks > maxRanks {
+	if ranks < 1 || ranks > MaxRanks {
 		return fmt.Errorf("/server_info is not as expected: %d ranks", ranks)
 	}
 	for number := range ranks {

@@ -236,7 +236,7 @@ func TestEnginesThatCannotDescribeThemselves(t *testing.T) {
 	defer elsewhere.Close()
 	many := func() string {
 		var b strings.Builder
-		for i := range maxRanks + 1 {
+		for i := range MaxRanks + 1 {
 			fmt.Fprintf(&b, `"%d":{},`, i)
 		}
 		return `{` + b.String() + `"x":{}}`
@@ -322,7 +322,7 @@ func FuzzDiscovery(f *testing.F) {
 // checkDiscovery has what holds for whatever an engine says.
 func checkDiscovery(t *testing.T, d Discovery, host string) {
 	t.Helper()
-	if len(d.Ranks) > maxRanks || len(d.Problems) > maxProblems || len(d.Adapters) > maxAdapters {
+	if len(d.Ranks) > MaxRanks || len(d.Problems) > maxProblems || len(d.Adapters) > maxAdapters {
 		t.Fatalf("%d ranks, %d problems, %d adapters", len(d.Ranks), len(d.Problems), len(d.Adapters))
 	}
 	for _, p := range d.Problems {
@@ -332,7 +332,7 @@ func checkDiscovery(t *testing.T, d Discovery, host string) {
 	}
 	seen := make(map[string]bool)
 	for i, r := range d.Ranks {
-		if r.Rank < 0 || r.Rank >= maxRanks || i > 0 && r.Rank <= d.Ranks[i-1].Rank || len(r.Topic) > maxTopic {
+		if r.Rank < 0 || r.Rank >= MaxRanks || i > 0 && r.Rank <= d.Ranks[i-1].Rank || len(r.Topic) > maxTopic {
 			t.Fatalf("ranks %+v", d.Ranks)
 		}
 		if r.Endpoint == "" && len(d.Problems) == 0 {

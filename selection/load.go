@@ -222,11 +222,11 @@ func preferred(candidates []Candidate, i, j int, better func(i, j int) float64) 
 	return a.Load.lastPicked < b.Load.lastPicked
 }
 
-// withoutPrompt picks by load for a request that has no prompt.
-func withoutPrompt(loads *Loads, req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
+// byLoad picks by load, for a reason.
+func byLoad(loads *Loads, req *Request, candidates []Candidate, lease *Lease, reason Reason) (Decision, bool) {
 	d, ok := LeastLoad{loads}.Pick(req, candidates, lease)
 	if d.Reason == ReasonFallback {
-		d.Reason = ReasonNoPrompt
+		d.Reason = reason
 	}
 	return d, ok
 }

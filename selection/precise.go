@@ -26,11 +26,7 @@ const leastShare = 1. / 16
 // Pick implements [Strategy].
 func (s *PreciseCacheAware) Pick(req *Request, candidates []Candidate, lease *Lease) (Decision, bool) {
 	if req.Residency == nil {
-		d, ok := LeastLoad{s.Loads}.Pick(req, candidates, lease)
-		if d.Reason == ReasonFallback {
-			d.Reason = ReasonNoTokens
-		}
-		return d, ok
+		return byLoad(s.Loads, req, candidates, lease, ReasonNoTokens)
 	}
 	s.Prefixes.mu.Lock()
 	defer s.Prefixes.mu.Unlock()

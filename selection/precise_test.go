@@ -31,6 +31,16 @@ func newTold(shares ...float64) *told {
 	return &told{shares: shares, next: slices.Clone(shares)}
 }
 
+// newPrecise returns the strategy, and candidates that have so many requests each.
+func newPrecise(requests ...int) (*PreciseCacheAware, []Candidate) {
+	loads := NewLoads(nil)
+	var candidates []Candidate
+	for i, n := range requests {
+		candidates = append(candidates, Candidate{Load: loads.Acquire(fmt.Sprint(i)), Floor: n})
+	}
+	return &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}, candidates
+}
+
 func TestPreciseCacheAware(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
@@ -55,12 +65,7 @@ func TestPreciseCacheAware(t *testing.T) {
 		{"only one", []int{9}, []float64{0}, []int{0}, ReasonOnlyCandidate},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			loads := NewLoads(nil)
-			s := &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
-			var candidates []Candidate
-			for i, n := range tc.loads {
-				candidates = append(candidates, Candidate{Load: loads.Acquire(fmt.Sprint(i)), Floor: n})
-			}
+			s, candidates := newPrecise(tc.loads...)
 			req := &Request{}
 			if tc.shares != nil {
 				req.Residency = newTold(tc.shares...)
@@ -96,12 +101,7 @@ func TestPreciseCacheAwareUnderPressure(t *testing.T) {
 		{"the one that is hardly used is overloaded", []int{0, 3, 0}, []float64{.1, 0, 0}, []float64{100, 0, 100}, 0, ReasonCache},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			loads := NewLoads(nil)
-			s := &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
-			var candidates []Candidate
-			for i, n := range tc.loads {
-				candidates = append(candidates, Candidate{Load: loads.Acquire(fmt.Sprint(i)), Floor: n})
-			}
+			s, candidates := newPrecise(tc.loads...)
 			engines := newTold(tc.shares...)
 			engines.pressure = tc.pressure
 			var lease Lease
@@ -115,9 +115,7 @@ func TestPreciseCacheAwareUnderPressure(t *testing.T) {
 
 // A burst of siblings sticks before the first event has come.
 func TestPreciseCacheAwareSeesWhatIsExpected(t *testing.T) {
-	loads := NewLoads(nil)
-	s := &PreciseCacheAware{Loads: loads, Prefixes: NewPrefixes(newNaiveIndex()), OverloadMargin: DefaultOverloadMargin, OverloadRatio: DefaultOverloadRatio}
-	candidates := []Candidate{{Load: loads.Acquire("a")}, {Load: loads.Acquire("b")}, {Load: loads.Acquire("c")}}
+	s, candidates := newPrecise(0, 0, 0)
 	req := &Request{Residency: newTold(0, 0, 0)}
 	var leases [3]Lease
 	first, _ := s.Pick(req, candidates, &leases[0])

@@ -157,7 +157,7 @@ func (p *Prefixes) look(req *Request, candidates []Candidate) []view {
 func (p *Prefixes) pick(loads *Loads, req *Request, candidates []Candidate, lease *Lease, choose func([]view) (Decision, bool)) (Decision, bool) {
 	counted := req.counted()
 	if counted == 0 {
-		return withoutPrompt(loads, req, candidates, lease)
+		return byLoad(loads, req, candidates, lease, ReasonNoPrompt)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
