@@ -92,28 +92,24 @@ func sumUp(t *replay.Trace, visits []visit, o traceOptions) (run traceRun) {
 		times []float64
 		into  *spanTimes
 	}{{in, &run.In}, {wake, &run.Wake}, {out, &run.Out}, {late, &run.Late}} {
-		slices.Sort(span.times)
-		*span.into = spanTimes{mean(span.times), rank(span.times, 99)}
+		all := replay.Summarize(span.times)
+		*span.into = spanTimes{all.Mean, all.P99}
 	}
-	slices.Sort(ttft)
-	run.TTFT = replay.TTFT{Mean: mean(ttft), P50: rank(ttft, 50), P90: rank(ttft, 90), P99: rank(ttft, 99)}
+	run.TTFT = replay.Summarize(ttft)
 	return run
 }
 
-func mean(times []float64) float64 {
-	sum := 0.0
-	for _, t := range times {
-		sum += t
+// replayOptions are those that replay what the measurement plays.
+func (o traceOptions) replayOptions(strategy string) replay.Options {
+	return replay.Options{
+		Strategies:  []string{strategy},
+		Replicas:    o.replicas.Count,
+		CacheBlocks: o.replicas.CacheBlocks,
+		PrefillRate: o.replicas.PrefillRate,
+		DecodeMS:    o.replicas.DecodeMS,
+		RateScale:   o.rateScale,
+		JSON:        true,
 	}
-	return sum / float64(max(len(times), 1))
-}
-
-// rank is a percentile by nearest rank, as package replay has them; 0 of none.
-func rank(sorted []float64, p int) float64 {
-	if len(sorted) == 0 {
-		return 0
-	}
-	return sorted[(len(sorted)*p+99)/100-1]
 }
 
 // replay replays requests in virtual time with a strategy; nil where it cannot be replayed.
@@ -129,15 +125,7 @@ func (o traceOptions) replay(ctx context.Context, strategy string, requests []*r
 			return nil, err
 		}
 	}
-	err := replay.Run(ctx, replay.Options{
-		Strategies:  []string{name},
-		Replicas:    o.replicas.Count,
-		CacheBlocks: o.replicas.CacheBlocks,
-		PrefillRate: o.replicas.PrefillRate,
-		DecodeMS:    o.replicas.DecodeMS,
-		RateScale:   o.rateScale,
-		JSON:        true,
-	}, []string{"-"}, &in, &out, io.Discard)
+	err := replay.Run(ctx, o.replayOptions(name), []string{"-"}, &in, &out, io.Discard)
 	if err != nil && strings.HasPrefix(err.Error(), "--strategy ") {
 		return nil, nil
 	}
@@ -153,22 +141,17 @@ func (o traceOptions) replay(ctx context.Context, strategy string, requests []*r
 
 // write writes the report as tables.
 func (r *traceReport) write(out io.Writer) error {
-	o, t := r.options, r.trace
-	last := t.Requests[len(t.Requests)-1].Timestamp / 1000 / o.rateScale
-	cache := fmt.Sprintf("caches of %d blocks of %d tokens", o.replicas.CacheBlocks, replay.BlockTokens)
-	if o.replicas.CacheBlocks == 0 {
-		cache = "unbounded caches"
-	}
-	fmt.Fprintf(out, "%d requests in %.0f s, %d prompt tokens; %d replicas with %s, prefill %v tokens/s, decode %v ms/token; %v × faster than life\n\n",
-		len(t.Requests), last, t.PromptTokens, o.replicas.Count, cache, o.replicas.PrefillRate, o.replicas.DecodeMS, o.timeScale)
+	o := r.options
+	fmt.Fprintf(out, "%s; %v × faster than life\n\n", replay.Setup(r.trace, o.replayOptions("")), o.timeScale)
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "strategy\tcached\tof ceiling\tTTFT mean\tp50\tp90\tp99\trequests by replica")
+	row := func(name string, cells []string) { fmt.Fprintf(w, "%s\t%s\n", name, strings.Join(cells, "\t")) }
+	row("strategy", replay.Titles())
 	for _, s := range o.strategies {
 		for _, run := range r.of(s) {
-			writeResult(w, run.Result, run.Strategy)
+			row(run.Strategy, run.Cells())
 		}
 		if replayed := r.replayed[s]; replayed != nil {
-			writeResult(w, *replayed, "  replayed without HTTP")
+			row("  replayed without HTTP", replayed.Cells())
 		}
 	}
 	fmt.Fprintln(w)
@@ -185,7 +168,8 @@ func (r *traceReport) write(out io.Writer) error {
 			for _, run := range runs {
 				means = append(means, run.TTFT.Mean)
 			}
-			fmt.Fprintf(w, "%s\t%.2f s\t%.2f s\t%.2f s\t%s\n", s, mean(means), slices.Min(means), slices.Max(means), meanOf(runs[0].Replayed))
+			mean := replay.Summarize(means).Mean
+			fmt.Fprintf(w, "%s\t%.2f s\t%.2f s\t%.2f s\t%s\n", s, mean, slices.Min(means), slices.Max(means), meanOf(runs[0].Replayed))
 		}
 	}
 	if err := w.Flush(); err != nil {
@@ -216,24 +200,6 @@ func (r *traceReport) of(strategy string) (runs []traceRun) {
 		}
 	}
 	return runs
-}
-
-func writeResult(w io.Writer, r replay.Result, name string) {
-	least, most := r.ByReplica[0].Requests, r.ByReplica[0].Requests
-	for _, share := range r.ByReplica {
-		least, most = min(least, share.Requests), max(most, share.Requests)
-	}
-	fmt.Fprintf(w, "%s\t%s\t%s\t%.2f s\t%.2f s\t%.2f s\t%.2f s\t%d to %d, most %.2f × mean\n",
-		name, percent(r.CachedTokens, r.PromptTokens), percent(r.CachedTokens, r.CeilingTokens),
-		r.TTFT.Mean, r.TTFT.P50, r.TTFT.P90, r.TTFT.P99, least, most, float64(most*len(r.ByReplica))/float64(r.Requests))
-}
-
-// percent is a share for the table; a trace in which nothing repeats has a ceiling of none.
-func percent(part, whole int64) string {
-	if whole == 0 {
-		return "–"
-	}
-	return fmt.Sprintf("%.1f %%", 100*float64(part)/float64(whole))
 }
 
 // Beyond these the figures are the machine's and not the strategy's. The times are means, of the clock on the wall.

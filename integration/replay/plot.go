@@ -88,7 +88,7 @@ func writePlot(name string, t *Trace, opts Options, report Report) error {
 
 	plain.YAlign, title.YAlign = draw.YTop, draw.YTop
 	whole.FillText(title, vg.Point{X: whole.Min.X, Y: whole.Max.Y}, "Time to first token and reuse of cached prompts")
-	whole.FillText(plain, vg.Point{X: whole.Min.X, Y: whole.Max.Y - 24}, strings.ReplaceAll(setup(t, opts), "; ", "\n"))
+	whole.FillText(plain, vg.Point{X: whole.Min.X, Y: whole.Max.Y - 24}, strings.ReplaceAll(Setup(t, opts), "; ", "\n"))
 	whole = draw.Crop(whole, 0, 0, 0, -plotTitle)
 	times.Draw(draw.Crop(whole, 0, plotTimesWidth-(whole.Max.X-whole.Min.X), 0, 0))
 	bars := draw.Crop(whole, plotTimesWidth+legend, 0, 0, 0)

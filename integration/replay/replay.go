@@ -10,7 +10,8 @@
 // A replica prefills one request after the other, first come first served, at a fixed rate for the tokens that are not cached, and decodes
 // all answers at a fixed rate, which slows nothing else down. Its cache is looked up when prefill starts, and the prompt's blocks can be
 // found from the end of it; those of running requests are not evicted, and a prompt for which they leave no room waits. A request is
-// in flight from the pick to the last token of its answer. The gateway and the network take no time.
+// in flight from the pick to the last token of its answer, which says how many of the prompt's tokens were cached. The gateway and the
+// network take no time.
 //
 // A replica that fails is no candidate while it is away. What it had not begun to answer is sent to another one at once, as a gateway would, and its
 // time to first token counts from its arrival; answers that had begun are cut off there. The gateway is not told that the replica returns empty:
@@ -299,7 +300,7 @@ func run(ctx context.Context, t *Trace, v Variant, opts Options) (Result, error)
 		share.CachedTokens += cached
 		result.ttft = append(result.ttft, a.ttft())
 	}
-	result.TTFT = summarize(result.ttft)
+	result.TTFT = Summarize(result.ttft)
 	if len(opts.Fail) > 0 {
 		result.Failures = &s.failures
 	}
@@ -310,9 +311,12 @@ func run(ctx context.Context, t *Trace, v Variant, opts Options) (Result, error)
 	return result, nil
 }
 
-// summarize sorts the times and returns their mean and percentiles by nearest rank: the smallest time that so many percent do
-// not exceed. There is at least one.
-func summarize(times []float64) TTFT {
+// Summarize sorts the times and returns their mean and percentiles by nearest rank: the smallest time that so many percent do
+// not exceed. Of none all are 0.
+func Summarize(times []float64) TTFT {
+	if len(times) == 0 {
+		return TTFT{}
+	}
 	slices.Sort(times)
 	sum := 0.0
 	for _, t := range times {
@@ -322,8 +326,8 @@ func summarize(times []float64) TTFT {
 	return TTFT{Mean: sum / float64(len(times)), P50: percentile(50), P90: percentile(90), P99: percentile(99)}
 }
 
-// setup says in one line what was replayed on what.
-func setup(t *Trace, opts Options) string {
+// Setup says in one line what was replayed on what.
+func Setup(t *Trace, opts Options) string {
 	cache := fmt.Sprintf("caches of %d blocks of %d tokens", opts.CacheBlocks, BlockTokens)
 	if opts.CacheBlocks == 0 {
 		cache = "unbounded caches"
@@ -370,35 +374,49 @@ func columns(opts Options) []column {
 	})
 	add(len(opts.Gateways) > 0, "gateways", func(r Result) string { return fmt.Sprint(r.Gateways) })
 	add(len(opts.EngineOrders) > 0, "order", func(r Result) string { return r.EngineOrder })
-	add(true, "cached", func(r Result) string { return percent(r.CachedTokens, r.PromptTokens) })
-	add(true, "of ceiling", func(r Result) string { return percent(r.CachedTokens, r.CeilingTokens) })
-	for _, time := range []struct {
-		title string
-		value func(TTFT) float64
-	}{
-		{"TTFT mean", func(t TTFT) float64 { return t.Mean }},
-		{"p50", func(t TTFT) float64 { return t.P50 }},
-		{"p90", func(t TTFT) float64 { return t.P90 }},
-		{"p99", func(t TTFT) float64 { return t.P99 }},
-	} {
-		add(true, time.title, func(r Result) string { return fmt.Sprintf("%.2f s", time.value(r.TTFT)) })
-	}
+	all = append(all, measures...)
 	add(len(opts.Join) > 0, "herd", func(r Result) string { return fmt.Sprintf("%.1f s", *r.Herd) })
 	add(len(opts.Fail) > 0, "retried", func(r Result) string { return fmt.Sprint(r.Failures.Retried) })
 	add(len(opts.Fail) > 0, "cut off", func(r Result) string { return fmt.Sprint(r.Failures.CutOff) })
-	add(true, "requests by replica", func(r Result) string {
+	return all
+}
+
+// measures are the columns of every table of results.
+var measures = []column{
+	{"cached", func(r Result) string { return percent(r.CachedTokens, r.PromptTokens) }},
+	{"of ceiling", func(r Result) string { return percent(r.CachedTokens, r.CeilingTokens) }},
+	{"TTFT mean", func(r Result) string { return fmt.Sprintf("%.2f s", r.TTFT.Mean) }},
+	{"p50", func(r Result) string { return fmt.Sprintf("%.2f s", r.TTFT.P50) }},
+	{"p90", func(r Result) string { return fmt.Sprintf("%.2f s", r.TTFT.P90) }},
+	{"p99", func(r Result) string { return fmt.Sprintf("%.2f s", r.TTFT.P99) }},
+	{"requests by replica", func(r Result) string {
 		least, most := r.ByReplica[0].Requests, r.ByReplica[0].Requests
 		for _, share := range r.ByReplica {
 			least, most = min(least, share.Requests), max(most, share.Requests)
 		}
-		return fmt.Sprintf("%d to %d, most %.2f × mean", least, most, float64(most*opts.Replicas)/float64(r.Requests))
-	})
-	return all
+		return fmt.Sprintf("%d to %d, most %.2f × mean", least, most, float64(most*len(r.ByReplica))/float64(r.Requests))
+	}},
+}
+
+// Titles are those of the columns that [Result.Cells] fills.
+func Titles() (titles []string) {
+	for _, c := range measures {
+		titles = append(titles, c.title)
+	}
+	return titles
+}
+
+// Cells is what a table says of the result.
+func (r Result) Cells() (cells []string) {
+	for _, c := range measures {
+		cells = append(cells, c.cell(r))
+	}
+	return cells
 }
 
 func printTable(out io.Writer, t *Trace, opts Options, report Report) error {
 	var text strings.Builder
-	fmt.Fprint(&text, setup(t, opts), "\n\n")
+	fmt.Fprint(&text, Setup(t, opts), "\n\n")
 	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
 	row := func(cell func(column) string) {
 		var cells []string

@@ -577,9 +577,9 @@ least_load   0.0 %   –           0.10 s     0.10 s  0.10 s  0.10 s  0 to 1, mo
 		{"variants and disturbances", smallTrace, append(slices.Clone(smallArgs), "--replicas", "2", "--index-scale", "0,0.5", "--gateways", "2", "--engine-order", "priority",
 			"--fail", "0@10500ms+1s,0@12s+1s", "--join", "1@0s", "--slow", "0:0.5", "--rate-error", "2"), `3 requests in 20 s, 3328 prompt tokens; 2 replicas with caches of 4000 blocks of 512 tokens, prefill 512 tokens/s, decode 30 ms/token, --rate-error 2, --slow 0:0.5, --fail 0@10500ms+1s,0@12s+1s, --join 1@0s
 
-strategy     index       gateways  order     cached  of ceiling  TTFT mean  p50     p90     p99     herd   retried  cut off  requests by replica
-cache_aware  own limits  2         priority  0.0 %   0.0 %       3.67 s     4.00 s  4.00 s  4.00 s  0.0 s  1        0        1 to 2, most 1.33 × mean
-cache_aware  × 0.5       2         priority  0.0 %   0.0 %       3.67 s     4.00 s  4.00 s  4.00 s  0.0 s  1        0        1 to 2, most 1.33 × mean
+strategy     index       gateways  order     cached  of ceiling  TTFT mean  p50     p90     p99     requests by replica       herd   retried  cut off
+cache_aware  own limits  2         priority  0.0 %   0.0 %       3.67 s     4.00 s  4.00 s  4.00 s  1 to 2, most 1.33 × mean  0.0 s  1        0
+cache_aware  × 0.5       2         priority  0.0 %   0.0 %       3.67 s     4.00 s  4.00 s  4.00 s  1 to 2, most 1.33 × mean  0.0 s  1        0
 `},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -779,7 +779,7 @@ func TestPercentilesAgainstCounting(t *testing.T) {
 			sum += t
 		}
 		want := TTFT{Mean: sum / float64(n), P50: naive(50), P90: naive(90), P99: naive(99)}
-		if got := summarize(times); got != want { // the sums of whole numbers are exact
+		if got := Summarize(times); got != want { // the sums of whole numbers are exact
 			t.Fatalf("%d times: got %+v, want %+v", n, got, want)
 		}
 	}
