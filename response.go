@@ -43,6 +43,9 @@ const maxFirstEvent = 4096
 func (w *responseWriter) WriteHeader(status int) {
 	if w.status == 0 && (status >= 200 || status == http.StatusSwitchingProtocols) {
 		w.status = status
+		if status == http.StatusOK {
+			w.request.lease.Taken()
+		}
 		header := w.Header()
 		if d := w.request.said.Load(); w.headers && d != nil {
 			d.setHeaders(header)

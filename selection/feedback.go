@@ -85,7 +85,7 @@ func (p *Prefixes) judge(was prediction, promptTokens, cachedTokens int) {
 		was.member.feedback = feedback{tokenBytes: f.tokenBytes, learned: f.learned}
 	case f.judged >= feedbackWindow:
 		share, text := f.delivered/f.predicted, p.index.Text(was.member.slot)
-		// What there is no more of than the bound allows says nothing of a larger one.
+		// A record that does not fill its bound says nothing of a larger one.
 		if f.learned == 0 && share < failing || f.learned > 0 && (share < kept || text > f.learned-f.learned/8) {
 			f.learned = max(int64(float64(text)*(1+learning*(share-kept))), leastLearned)
 		}

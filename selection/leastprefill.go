@@ -6,7 +6,11 @@ package selection
 //
 // Uncached is the part of the prompt that the replica was not sent before, pending the same of the requests that it has still to prefill, both in
 // bytes, and rate is learned for each replica from the times of its first bytes. Where the engine takes requests by their deadlines, pending is what comes
-// before this one, and overtaken the number of those that come after it; otherwise that is 0.
+// before this one, and overtaken the number of those that come after it. Otherwise those that are on their way to the replica at the same time are half
+// before it and half after.
+//
+// Requests of others are not pending: how many there are is known seconds late, and gateways that all turn away from the same replica and back again
+// do worse than those that go by what they see, a lower rate and first bytes that come late.
 //
 // A miss also evicts what others would have hit: it counts W where the cache is full, and less where there is still room, down to 1. Wait is W where the cache is
 // empty, down to 1 where it is full: what is new goes where there is room, such as to a replica that has just joined, but does not queue up there.

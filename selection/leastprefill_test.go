@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 )
@@ -59,10 +60,11 @@ func TestLeastPrefillWeighsTheQueueAgainstTheMiss(t *testing.T) {
 		e.warm(0, held)
 		e.warm(1, prompt(3, 10_000+tc.pending))
 		if tc.pending > 0 {
-			candidates := e.all[:1]
-			if _, ok := e.strategy.Pick(prompt(2, tc.pending), candidates, new(Lease)); !ok {
+			lease := new(Lease)
+			if _, ok := e.strategy.Pick(prompt(2, tc.pending), e.all[:1], lease); !ok {
 				t.Fatal("not picked")
 			}
+			lease.Taken()
 		}
 		if got, d, _ := e.pick(held); got != tc.want || d.Reason != ReasonLeastPrefill {
 			t.Errorf("%s: replica %d for %s, want %d", tc.name, got, d.Reason, tc.want)
@@ -78,6 +80,7 @@ func TestTheVirtualClock(t *testing.T) {
 	for i := range 3 {
 		lease := new(Lease)
 		e.strategy.Pick(prompt(i, 5000), e.all[:1], lease)
+		lease.Taken()
 		leases = append(leases, lease)
 	}
 	want := func(when string, bytes float64) {
@@ -91,16 +94,55 @@ func TestTheVirtualClock(t *testing.T) {
 	want("after 2 s", 13_000)
 	e.now = 8 * time.Second
 	want("later than the first should have come", 10_000)
-	leases[1].FirstByte() // the first byte of the second: the first has been prefilled too
-	want("at the second's first byte", 5000)
+	leases[1].FirstByte() // the second has overtaken the first
+	want("at the second's first byte", 10_000)
+	e.now = 10 * time.Second
+	want("after 2 s more", 8000)
 	leases[0].FirstByte()
 	leases[1].FirstByte()
-	want("at first bytes that say nothing new", 5000)
-	e.now = 10 * time.Second
+	want("at the first's, and one that says nothing new", 5000)
+	e.now = 12 * time.Second
 	want("after 2 s more", 3000)
 	leases[2].Release() // cancelled
 	leases[2].FirstByte()
+	leases[2].Taken()
 	want("at the end", 0)
+}
+
+// Nobody says when the first byte of an answer in one piece has come. When that of a later request has, it has been prefilled.
+func TestAFirstByteSaysThatWhatIsNotSeenIsDone(t *testing.T) {
+	e := newEngines(t, 1000).learned()
+	unseen := prompt(1, 5000)
+	unseen.Stream = false
+	e.pick(unseen)
+	_, _, seen := e.pick(prompt(2, 3000))
+	e.now = 4 * time.Second
+	seen.FirstByte()
+	if works := e.all[0].Load.queue.works; len(works) != 0 {
+		t.Errorf("%d works are left", len(works))
+	}
+}
+
+// What is on its way at the same time may come before or after; what a replica has said that it has, or should have by now, comes before.
+func TestRequestsOvertakeEachOtherOnTheirWay(t *testing.T) {
+	e := newEngines(t, 1000).learned()
+	q := &e.all[0].Load.queue
+	_, _, first := e.pick(prompt(1, 4000))
+	e.pick(prompt(2, 2000))
+	for _, step := range []struct {
+		name         string
+		do           func()
+		bytes, later float64
+	}{
+		{"both on their way", func() {}, 3000, 1},
+		{"the first is there", first.Taken, 5000, 0.5},
+		{"the second should be", func() { e.now += onTheWay + time.Millisecond }, 6000 - 51, 0},
+	} {
+		step.do()
+		if bytes, later := q.before(e.now, 1000, never); bytes != step.bytes || later != step.later {
+			t.Errorf("%s: %v bytes before and %v works after, want %v and %v", step.name, bytes, later, step.bytes, step.later)
+		}
+	}
 }
 
 func TestWorkWhoseFirstByteIsNotSeenIsReckoned(t *testing.T) {
@@ -274,5 +316,64 @@ func TestTheVirtualClockOfAnEngineThatGoesByDeadlines(t *testing.T) {
 	long.Release()
 	if got := q.pending(e.now, 1000); got != 0 {
 		t.Errorf("%v pending at the end", got)
+	}
+}
+
+// What is new goes where there is room, and does not queue up there.
+func TestAnEmptyCacheIsFilled(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		pending int // bytes before the empty one
+		want    int
+	}{{"idle", 0, 1}, {"a short queue", 4000, 1}, {"a queue of about the prompt's length", 9000, 0}} {
+		e := newEngines(t, 10_000, 10_000).learned()
+		e.strategy.(*LeastPrefill).W = 3
+		e.warm(0, prompt(1, 200_000))
+		if tc.pending > 0 {
+			_, _, lease := e.pick(prompt(2, tc.pending), 0)
+			lease.Taken()
+		}
+		if got, _, _ := e.pick(prompt(3, 10_000)); got != tc.want {
+			t.Errorf("%s: replica %d, want %d", tc.name, got, tc.want)
+		}
+	}
+}
+
+// What others send to a replica shows in when its first bytes come. How many they are, as of seconds ago, says little of what is waiting now, so that
+// it only decides between equals.
+func TestAReplicaThatOthersKeepBusyGetsLess(t *testing.T) {
+	e := newEngines(t, 10_000, 10_000)
+	served := make([]int, 2)
+	type first struct {
+		at    time.Duration
+		lease *Lease
+	}
+	var waiting []first
+	for i := range 1000 {
+		e.now += 650 * time.Millisecond
+		waiting = slices.DeleteFunc(waiting, func(f first) bool {
+			if f.at > e.now {
+				return false
+			}
+			now := e.now
+			e.now = f.at
+			f.lease.FirstByte()
+			f.lease.Answered(true)
+			f.lease.Release()
+			e.now = now
+			return true
+		})
+		got, _, lease, at := e.send(prompt(i, 8000))
+		lease.Taken()
+		waiting = append(waiting, first{at, lease})
+		if got == 0 { // and as much of somebody else's
+			e.free[0] += 800 * time.Millisecond
+		}
+		if i >= 500 {
+			served[got]++
+		}
+	}
+	if served[0] < 100 || served[0] > 200 {
+		t.Errorf("served %v, want about a third at the one that is half others'", served)
 	}
 }

@@ -18,9 +18,17 @@ type queue struct {
 // work is what one request has to prefill.
 type work struct {
 	bytes    float64
+	sent     time.Duration
 	deadline time.Duration
 	observed bool // its first byte will be seen
+	taken    bool // the replica has it, so that what is sent later comes after it
 }
+
+// onTheWay is for how long a request may be on its way to a replica that does not say that it has it.
+const onTheWay = 50 * time.Millisecond
+
+// ordered says whether what is sent now comes after the work.
+func (w *work) ordered(now time.Duration) bool { return w.taken || now-w.sent > onTheWay }
 
 // firstRate is what is assumed before anything is learned, in bytes per second: all replicas are equal then, and only the order of magnitude of
 // what is pending against what is new matters.
@@ -42,7 +50,7 @@ const deadlineFactor = 5
 func (l *Loads) queue(c *Candidate, uncached int, observed bool, lease *Lease) (deadline time.Duration) {
 	now, q := l.clock(), &c.Load.queue
 	rate := q.rateOr(l.usualRate())
-	w := &work{bytes: float64(uncached), deadline: deadlineOf(now, float64(uncached), rate), observed: observed}
+	w := &work{bytes: float64(uncached), sent: now, deadline: deadlineOf(now, float64(uncached), rate), observed: observed}
 	q.byDeadline = c.ByDeadline
 	q.add(now, rate, w)
 	lease.holdWork(w)
@@ -106,12 +114,16 @@ func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
 // never is later than all deadlines.
 const never = time.Duration(1<<63 - 1)
 
-// before is the work that is done before one with this deadline, and the number of works that come after it.
+// before is the work that is done before one with this deadline that is sent now, and the number of works that come after it. Requests that are on their way
+// at the same time overtake each other: as likely as not, half of such a work comes before and half after.
 func (q *queue) before(now time.Duration, rate float64, deadline time.Duration) (bytes, later float64) {
 	q.advance(now, rate)
 	current := q.current()
 	for i, w := range q.works {
 		switch {
+		case !q.byDeadline && !w.ordered(now):
+			bytes += w.bytes / 2
+			later += 0.5
 		case i == current:
 			bytes += max(0, w.bytes-rate*(now-q.started).Seconds())
 		case w.deadline <= deadline:
@@ -147,7 +159,20 @@ func (q *queue) setRate(loads *Loads, rate float64) {
 	q.rate = rate
 }
 
-// firstByte says that a request has been prefilled, and with it, where works are taken as they come, everything that was sent to the replica before.
+// Taken says that the replica has the request. An engine that streams says so at once, with the head of its answer.
+func (l *Lease) Taken() {
+	l.mu.Lock()
+	load, w := l.load, l.work
+	l.mu.Unlock()
+	if w != nil {
+		load.loads.mu.Lock()
+		w.taken = true
+		load.loads.mu.Unlock()
+	}
+}
+
+// firstByte says that a request has been prefilled, and with it, where works are taken as they come, those that were sent before it and whose first byte nobody
+// will see. One whose first byte is still to be seen was overtaken on its way.
 func (q *queue) firstByte(loads *Loads, w *work) {
 	loads.mu.Lock()
 	defer loads.mu.Unlock()
@@ -155,16 +180,17 @@ func (q *queue) firstByte(loads *Loads, w *work) {
 	if at < 0 {
 		return
 	}
-	from, done := 0, 0.0
-	if q.byDeadline {
-		from = at
-	}
-	for _, w := range q.works[from : at+1] {
-		done += w.bytes
-	}
+	i, done := 0, 0.0
+	q.works = slices.DeleteFunc(q.works, func(o *work) bool {
+		prefilled := i == at || i < at && !o.observed && !q.byDeadline
+		i++
+		if prefilled {
+			done += o.bytes
+		}
+		return prefilled
+	})
 	now := loads.clock()
 	q.learn(loads, done, now-q.started)
-	q.works = slices.Delete(q.works, from, at+1)
 	q.next(now)
 }
 

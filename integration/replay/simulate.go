@@ -163,6 +163,7 @@ func (s *simulation) send(a *attempt) error {
 	if err := engine.Submit(s.now, job); err != nil {
 		return err
 	}
+	lease.Taken()
 	s.sample()
 	return nil
 }
