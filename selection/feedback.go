@@ -17,6 +17,11 @@ const (
 	kept    = 0.9
 	// learning is by how much a bound follows the share of a window. Too small a bound costs far more than one that is a little too large.
 	learning = 0.4
+	// What one prompt that was gone tells: the bound falls by a part of what it is more than the prompt's reuse distance. One that was still there at a
+	// distance of nearly the bound lets it rise.
+	fall = 0.4
+	rise = 0.05
+	near = 0.75
 	// leastLearned is the least that a bound is learned to be, in bytes.
 	leastLearned = 64 << 10
 	// tokenBytes is how many bytes of a prompt a token is until it is learned.
@@ -30,6 +35,7 @@ type feedback struct {
 	predicted  float64 // bytes
 	delivered  float64
 	misses     int   // predictions in a row of which nothing was delivered
+	before     int64 // what was learned before the first of them
 	learned    int64 // bound of the record in bytes; 0 for none
 }
 
@@ -37,8 +43,9 @@ type feedback struct {
 type prediction struct {
 	prefixes *Prefixes
 	member   *Member
-	counted  int // bytes of the prompt
-	matched  int // bytes of it that were thought to be cached
+	counted  int   // bytes of the prompt
+	matched  int   // bytes of it that were thought to be cached
+	distance int64 // of reuse; see [PrefixIndex]
 }
 
 // Delivered says what the engine reported: the tokens of the prompt, the cached ones among them.
@@ -65,31 +72,47 @@ func (p *Prefixes) judge(was prediction, promptTokens, cachedTokens int) {
 		f.tokenBytes = perToken
 	}
 	f.tokenBytes += (perToken - f.tokenBytes) / 16
-	p.bound(was.member)
-
 	if was.matched < minPrediction {
+		p.bound(was.member)
 		return
 	}
 	delivered := min(float64(cachedTokens)/float64(promptTokens)*float64(was.counted), float64(was.matched))
 	f.judged++
 	f.predicted += float64(was.matched)
 	f.delivered += delivered
-	if delivered < float64(was.matched)/10 {
-		f.misses++
-	} else {
+	share, text := delivered/float64(was.matched), p.index.Text(was.member.slot)
+	if f.misses == 0 {
+		f.before = f.learned
+	}
+	if f.misses++; share >= 0.1 {
 		f.misses = 0
+	}
+	switch {
+	case was.distance < 0:
+	case share < 0.5:
+		// An engine that says how much it has room for is believed: what is gone, but for a window of such, was evicted before its turn came.
+		if was.member.capacity > 0 {
+			break
+		}
+		if f.learned == 0 {
+			f.learned = text
+		}
+		f.learned -= int64(fall * float64(max(f.learned-was.distance, 0)))
+	case share > kept && f.learned > 0 && was.distance > int64(near*float64(f.learned)):
+		f.learned += int64(rise * float64(f.learned))
 	}
 	switch {
 	case f.misses >= restartMisses:
 		p.forget(was.member)
-		was.member.feedback = feedback{tokenBytes: f.tokenBytes, learned: f.learned}
+		was.member.feedback = feedback{tokenBytes: f.tokenBytes, learned: f.before}
 	case f.judged >= feedbackWindow:
-		share, text := f.delivered/f.predicted, p.index.Text(was.member.slot)
-		// A record that does not fill its bound says nothing of a larger one.
-		if f.learned == 0 && share < failing || f.learned > 0 && (share < kept || text > f.learned-f.learned/8) {
-			f.learned = max(int64(float64(text)*(1+learning*(share-kept))), leastLearned)
+		if share := f.delivered / f.predicted; share < failing {
+			f.learned = int64(float64(text) * (1 + learning*(share-kept)))
 		}
 		f.judged, f.predicted, f.delivered = 0, 0, 0
-		p.bound(was.member)
 	}
+	if f.learned > 0 {
+		f.learned = max(f.learned, leastLearned)
+	}
+	p.bound(was.member)
 }

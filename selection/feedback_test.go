@@ -143,6 +143,42 @@ func TestABoundThatWasLearnedGrowsAgain(t *testing.T) {
 	}
 }
 
+// Nearly all conversations go on at once. The few that go on late tell how much there is room for, by whether what they began with is still there.
+func TestTheSizeOfACacheIsLearned(t *testing.T) {
+	for _, capacity := range []int{10, 20, 40} { // prompts
+		o := newOne(capacity * 2048)
+		latest := 0
+		for range 5000 {
+			switch n := o.rng.IntN(100); {
+			case n < 50:
+				latest++
+				o.ask(latest)
+			case n < 92:
+				o.ask(max(latest-o.rng.IntN(4), 0))
+			default:
+				o.ask(max(latest-o.rng.IntN(4*capacity), 0))
+			}
+		}
+		if text := float64(o.tree.Text(0)) / 8192; text < 0.6*float64(capacity) || text > 1.6*float64(capacity) {
+			t.Errorf("%.1f prompts are recorded for a cache of %d", text, capacity)
+		}
+	}
+}
+
+func TestARestartTeachesNoSize(t *testing.T) {
+	o := newOne(1000 * 2048)
+	for i := range 200 {
+		o.ask(i % 100)
+	}
+	o.cache.prompts = nil
+	for i := range 200 {
+		o.ask(i % 100)
+	}
+	if text := o.tree.Text(0) / 8192; text < 100-4 {
+		t.Errorf("%d of 100 prompts are recorded after a restart", text)
+	}
+}
+
 func TestCapacityIsInTokens(t *testing.T) {
 	o := newOne(1000 * 2048)
 	o.capacity = 10 * 2048

@@ -6,6 +6,9 @@ import "sync"
 type PrefixIndex interface {
 	// Match fills found, by slot, with what each slot holds of text. len(found) is at least Slots().
 	Match(text []byte, found []Match)
+	// ReuseDistance is about how many bytes of the slot's prompts are more recent than the one that the text of the last Match continues, -1 where that is
+	// not known. Nothing has changed since Match.
+	ReuseDistance(slot int) int64
 	// Insert records text for a slot, provisionally; the result settles it, once, by Confirm or Rollback.
 	Insert(slot int, text []byte) Record
 	Confirm(Record)
@@ -61,6 +64,8 @@ type Member struct {
 	capacity int64 // tokens that the replica's cache has room for; 0 is unknown
 	bounded  int64 // bytes that its share of the record is bounded to; 0 is not
 	feedback feedback
+	// takenIn is how many bytes of what it was sent were new to it. What is longer ago than what all caches have room for counts less and less.
+	takenIn float64
 }
 
 const noSlot = -1
@@ -177,7 +182,8 @@ func (p *Prefixes) record(req *Request, candidates []Candidate, views []view, pi
 		req.Residency.Expect(picked)
 	}
 	if v := views[picked]; v.slot != noSlot {
-		lease.holdRecord(p, p.index.Insert(v.slot, req.Text), prediction{p, candidates[picked].Member, req.counted(), v.recorded})
+		predicted := prediction{p, candidates[picked].Member, req.counted(), v.recorded, p.index.ReuseDistance(v.slot)}
+		lease.holdRecord(p, p.index.Insert(v.slot, req.Text), predicted)
 	}
 }
 

@@ -18,6 +18,8 @@ type naiveIndex struct {
 
 func newNaiveIndex() *naiveIndex { return &naiveIndex{records: make(map[Record]string)} }
 
+func (*naiveIndex) ReuseDistance(int) int64 { return -1 }
+
 func (x *naiveIndex) Match(text []byte, found []Match) {
 	for slot, prompts := range x.slots {
 		m := Match{}

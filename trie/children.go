@@ -44,6 +44,19 @@ func (c *children) get(first byte) uint32 {
 	return 0
 }
 
+// all yields the nodes.
+func (c *children) all(yield func(uint32) bool) {
+	if c.count == 1 {
+		yield(c.only.node())
+		return
+	}
+	for _, o := range c.many {
+		if o != 0 && !yield(o.node()) {
+			return
+		}
+	}
+}
+
 // add adds a child, none of which may have the same first byte.
 func (c *children) add(n child) {
 	c.count++

@@ -14,9 +14,11 @@ type model struct {
 	used    map[Slot]bool
 	limits  Limits
 	maxText map[Slot]int64
+	inserts map[Slot]int // since the slot was added
 }
 
 type modelPrompt struct {
+	number    int // of the slot's inserts, the last one of this prompt
 	slot      Slot
 	text      string
 	pending   int
@@ -33,6 +35,27 @@ func (m *model) match(s Slot, text string) (best Match) {
 		}
 	}
 	return best
+}
+
+// reuseDistance is what the tree's is, of the prompt that all prompts of the slot that share as much with text as any lead to.
+func (m *model) reuseDistance(s Slot, text string) int64 {
+	matched := m.match(s, text).Bytes
+	var longest *modelPrompt
+	var through []*modelPrompt
+	for _, p := range m.prompts {
+		if p.slot == s && commonPrefixNaive(p.text, text) >= max(matched, 1) {
+			through = append(through, p)
+			if longest == nil || len(p.text) > len(longest.text) {
+				longest = p
+			}
+		}
+	}
+	if longest == nil || len(longest.text) > matched+matched/4 ||
+		slices.ContainsFunc(through, func(p *modelPrompt) bool { return !strings.HasPrefix(longest.text, p.text) }) {
+		return -1
+	}
+	oldest := m.prompts[slices.IndexFunc(m.prompts, func(p *modelPrompt) bool { return p.slot == s })]
+	return int64(float64(m.text(s)) * float64(m.inserts[s]-longest.number) / float64(max(m.inserts[s]-oldest.number, 1)))
 }
 
 func commonPrefixNaive(a, b string) int {
@@ -119,6 +142,8 @@ func (m *model) insert(s Slot, text string) *modelPrompt {
 	}
 	m.remove(p)
 	m.prompts = append(m.prompts, p)
+	m.inserts[s]++
+	p.number = m.inserts[s]
 	p.cut = false
 	p.pending++
 	return p
@@ -208,7 +233,7 @@ func (p *program) text(earlier []string) string {
 func run(t *testing.T, data []byte) {
 	p := &program{data: data}
 	tree := New()
-	m := &model{used: map[Slot]bool{}, maxText: map[Slot]int64{}, limits: Limits{DefaultMaxNodes, DefaultMaxBytes}}
+	m := &model{used: map[Slot]bool{}, maxText: map[Slot]int64{}, inserts: map[Slot]int{}, limits: Limits{DefaultMaxNodes, DefaultMaxBytes}}
 
 	// The slots in use lie in one group of 64, in neighbouring groups, or far apart.
 	step := []int{1, 33, 150}[p.next(3)]
@@ -272,6 +297,7 @@ func run(t *testing.T, data []byte) {
 			tree.Remove(s)
 			m.used[s] = false
 			delete(m.maxText, s)
+			delete(m.inserts, s)
 			m.prompts = slices.DeleteFunc(m.prompts, func(p *modelPrompt) bool { return p.slot == s })
 			pruning = true
 		case 13:
@@ -382,6 +408,13 @@ func compare(t *testing.T, step string, tree *Tree, m *model, probes []string) {
 			}
 			if got != want {
 				t.Fatalf("%s: slot %d matches %+v of %q, want %+v", step, s, got, probe, want)
+			}
+			distance := int64(-1)
+			if holding[s] {
+				distance = m.reuseDistance(s, probe)
+			}
+			if got := tree.ReuseDistance(s); got != distance {
+				t.Fatalf("%s: slot %d has a reuse distance of %d for %q, want %d", step, s, got, probe, distance)
 			}
 		}
 	}

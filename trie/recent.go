@@ -12,6 +12,8 @@ type links struct {
 
 // link makes prompt i, which is p, the newest of both its lists.
 func (t *Tree) link(i uint32, p *prompt) {
+	t.slots[p.slot].inserts++
+	p.number = t.slots[p.slot].inserts
 	own := &t.slots[p.slot].recent
 	p.inTree = links{older: t.recent.newest}
 	p.inSlot = links{older: own.newest}

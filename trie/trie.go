@@ -38,7 +38,7 @@ const (
 // heap.
 const (
 	nodeBytes   = 152
-	promptBytes = 80
+	promptBytes = 88
 )
 
 // Tree is a radix tree of the prompts of all its slots. It is not safe for concurrent use: callers hold a lock around
@@ -65,6 +65,9 @@ type Tree struct {
 
 	// Match's scratch: the slots that have got their Bytes and their Continues.
 	scored, continued []uint64
+	// Where the text of the last Match leaves the tree, as walk has it.
+	left      uint32
+	leftDepth int
 }
 
 type useKey struct {
@@ -89,6 +92,7 @@ type prompt struct {
 	slot      uint32
 	pending   uint32 // inserts neither confirmed nor rolled back
 	confirmed bool
+	number    uint64 // of the slot's inserts, the one that inserted it last
 	inTree    links
 	inSlot    links
 }
@@ -99,6 +103,7 @@ type slot struct {
 	nodes   int
 	prompts int
 	recent  list   // its prompts, by insertion
+	inserts uint64 // ever
 	text    int64  // bytes of its prompts, what they share counted once
 	maxText int64  // 0 for no limit
 	cut     uint32 // its oldest prompt, where the end of that has been pruned; 0 for none
@@ -244,6 +249,7 @@ func (t *Tree) Match(text []byte, out []Match) {
 	// Children's holders are among their parent's, so going up from where the text leaves the tree, a slot's first node
 	// is its deepest.
 	at, depth := t.walk(text)
+	t.left, t.leftDepth = at, depth
 	for at != t.root {
 		n := t.nodes.at(at)
 		h := &n.holders
@@ -265,6 +271,52 @@ func (t *Tree) Match(text []byte, out []Match) {
 		depth = int(n.depth) - n.edge.len()
 		at = n.parent
 	}
+}
+
+// maxChain bounds how many nodes, and maxFork how many children of each, ReuseDistance looks at.
+const (
+	maxChain = 32
+	maxFork  = 16
+)
+
+// ReuseDistance says about how many bytes of the slot's prompts are more recent than the one that the text of the last Match continues: a cache of that
+// size that goes by recency would just have kept it. It is -1 where the text continues none, or not clearly one: where the slot has several that begin so, nobody
+// knows which of them was the last one. The tree must not have changed since Match.
+//
+// It is reckoned from how many prompts have been inserted since, of how many since the oldest.
+func (t *Tree) ReuseDistance(s Slot) int64 {
+	if !t.inUse(s) {
+		return -1
+	}
+	at, matched := t.left, t.leftDepth
+	for ; at != t.root && !t.nodes.at(at).holders.holds(s); at = t.nodes.at(at).parent {
+		matched = int(t.nodes.at(at).depth) - t.nodes.at(at).edge.len()
+	}
+	// An answer and what a template adds may follow, of which the text has another form.
+	longest := matched + matched/4
+	for range maxChain {
+		n := t.nodes.at(at)
+		if at == t.root || int(n.depth) > longest || n.children.count > maxFork {
+			return -1
+		}
+		next := uint32(0)
+		for c := range n.children.all {
+			if t.nodes.at(c).holders.holds(s) {
+				if next != 0 {
+					return -1
+				}
+				next = c
+			}
+		}
+		if next == 0 {
+			own := &t.slots[s]
+			since := own.inserts - t.prompts.at(t.endAt(at, s)).number
+			span := own.inserts - t.prompts.at(own.recent.oldest).number
+			return int64(float64(own.text) * float64(since) / float64(max(span, 1)))
+		}
+		at = next
+	}
+	return -1
 }
 
 // walk follows text from the root. It returns the last node that it shares a byte of the edge with (the root for none),

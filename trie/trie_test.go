@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 )
 
@@ -495,4 +496,61 @@ func TestChurnStaysBounded(t *testing.T) {
 		t.Errorf("empty, and %d bytes on the heap, reckoned as %d", heap, tree.Bytes())
 	}
 	runtime.KeepAlive(tree)
+}
+
+func TestReuseDistance(t *testing.T) {
+	tree := New()
+	a, b := tree.Add(), tree.Add()
+	out := make([]Match, tree.Slots())
+	text := func(first byte, n int) string { return string(first) + strings.Repeat(".", n-1) }
+	want := func(when string, of string, s Slot, distance int64) {
+		t.Helper()
+		tree.Match([]byte(of), out)
+		if got := tree.ReuseDistance(s); got != distance {
+			t.Errorf("%s: %d, want %d", when, got, distance)
+		}
+	}
+	want("of nothing", text('a', 100), a, -1)
+	for _, first := range []byte("abcd") {
+		tree.Insert(a, []byte(text(first, 100)))
+	}
+	want("the oldest of four", text('a', 200), a, 400)
+	want("the same prompt", text('c', 100), a, 400/3)
+	want("the latest", text('d', 101), a, 0)
+	want("a slot that holds nothing", text('d', 101), b, -1)
+	want("a slot that is not in use", text('d', 101), 17, -1)
+	want("a short part of a prompt", text('a', 79), a, -1)
+	want("most of a prompt", text('a', 80), a, 400)
+
+	tree.Insert(a, []byte(text('a', 120)))
+	want("the last turn", text('a', 150), a, 0)
+	want("an earlier turn of it", text('a', 100)+"x", a, 0)
+	tree.Insert(a, []byte(text('b', 100)+"x"))
+	tree.Insert(a, []byte(text('b', 100)+"y"))
+	want("one of two", text('b', 100), a, -1)
+	want("that of two", text('b', 100)+"x", a, 422/6)
+	tree.Insert(b, []byte(text('c', 100)+"z"))
+	want("what another slot goes on with", text('c', 101), a, 422*4/6)
+	for range 100 {
+		tree.Insert(a, []byte(text('d', 100)))
+	}
+	want("no more than all", text('c', 101), a, 422*104/106)
+}
+
+// A prompt that thousands of others go on from, or a chain of thousands of prompts, is not looked through.
+func TestReuseDistanceIsBounded(t *testing.T) {
+	tree := New()
+	s := tree.Add()
+	out := make([]Match, tree.Slots())
+	long := strings.Repeat("long", 1000)
+	for i := range 250 {
+		tree.Insert(s, []byte(long+string(rune('a'))+strings.Repeat("b", i)))
+		tree.Insert(s, append([]byte("wide"+long), byte(i)))
+	}
+	for _, start := range []string{long, "wide" + long} {
+		tree.Match([]byte(start), out)
+		if got := tree.ReuseDistance(s); got != -1 {
+			t.Errorf("%d", got)
+		}
+	}
 }
