@@ -119,7 +119,7 @@ func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, 
 	}
 	d.Load = candidates[d.Index].load()
 	s.Loads.reserve(&candidates[d.Index], lease)
-	d.Deadline = s.Loads.queue(&candidates[d.Index], counted-views[d.Index].matched, req.Stream && !s.Unobserved, lease)
+	d.Deadline = s.Loads.queue(&candidates[d.Index], counted, counted-views[d.Index].matched, req.Stream && !s.Unobserved, lease)
 	return d, true
 }
 

@@ -1,5 +1,7 @@
 package selection
 
+import "math"
+
 // perToken is how many bytes of a prompt a token of the replica is. The caller holds the lock.
 func (m *Member) perToken() float64 {
 	if m.feedback.tokenBytes > 0 {
@@ -63,11 +65,44 @@ func (p *Prefixes) forget(m *Member) {
 	p.bound(m)
 }
 
-// fullness is how full the candidate's cache is thought to be, in [0, 1]: of what it has room for, where that is known, otherwise of most bytes. The caller
-// holds the lock.
-func (p *Prefixes) fullness(c *Candidate, v *view, most float64) float64 {
+// room is how many bytes of prompts the candidate's cache is thought to have room for: most where that is not known. The caller holds the lock.
+func (c *Candidate) room(most float64) float64 {
 	if c.Member != nil && c.Member.bounded > 0 {
-		most = float64(c.Member.bounded)
+		return float64(c.Member.bounded)
 	}
-	return min(p.text(v)/max(most, 1), 1)
+	return max(most, 1)
+}
+
+// takenIn is what was new to the candidate lately; see [Member]. The caller holds the lock.
+func (c *Candidate) takenIn() float64 {
+	if c.Member == nil {
+		return 0
+	}
+	return c.Member.takenIn
+}
+
+// fullness is how full the candidate's cache is thought to be of what is still in use, in [0, 1]. A full one that has taken in less for its room than all candidates
+// have for theirs, which is the usual, holds what has been of no use for longer: it is as good as room. The caller holds the lock.
+func (p *Prefixes) fullness(c *Candidate, v *view, room, usual float64) float64 {
+	full := min(p.text(v)/room, 1)
+	if usual > 0 {
+		full *= min(c.takenIn()/room/usual, 1)
+	}
+	return full
+}
+
+// recentRooms is how many times what all caches have room for counts as recent.
+const recentRooms = 2
+
+// takeIn counts the bytes that are new to the candidate that was picked; rooms is what all have room for. The caller holds the lock.
+func (p *Prefixes) takeIn(candidates []Candidate, picked int, uncached, rooms float64) {
+	keep := math.Exp(-uncached / (recentRooms * rooms))
+	for i := range candidates {
+		if m := candidates[i].Member; m != nil {
+			m.takenIn *= keep
+			if i == picked {
+				m.takenIn += uncached
+			}
+		}
+	}
 }

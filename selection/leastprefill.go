@@ -12,8 +12,9 @@ package selection
 // Requests of others are not pending: how many there are is known seconds late, and gateways that all turn away from the same replica and back again
 // do worse than those that go by what they see, a lower rate and first bytes that come late.
 //
-// A miss also evicts what others would have hit: it counts W where the cache is full, and less where there is still room, down to 1. Wait is W where the cache is
-// empty, down to 1 where it is full: what is new goes where there is room, such as to a replica that has just joined, but does not queue up there.
+// A miss also evicts what others would have hit: it counts W where the cache is full, and less where there is still room, or what nobody has asked for in a long
+// time, down to 1. Wait is W where there is nothing but room, down to 1 where there is none: what is new goes where there is room, such as to a replica that has just
+// joined or that looks a little slower than the others, but does not queue up there.
 type LeastPrefill struct {
 	Loads    *Loads
 	Prefixes *Prefixes
@@ -48,6 +49,11 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	for i := range candidates {
 		most = max(most, s.Prefixes.text(&views[i])/speed(&candidates[i]))
 	}
+	rooms, takenIn := 0.0, 0.0
+	for i := range candidates {
+		rooms += candidates[i].room(most * speed(&candidates[i]))
+		takenIn += candidates[i].takenIn()
+	}
 	best, least := -1, 0.0
 	for i := range candidates {
 		c := &candidates[i]
@@ -57,7 +63,7 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 		q := &c.Load.queue
 		rate := q.rateOr(usual)
 		uncached := float64(counted - views[i].matched)
-		full := s.Prefixes.fullness(c, &views[i], most*speed(c))
+		full := s.Prefixes.fullness(c, &views[i], c.room(most*speed(c)), takenIn/rooms)
 		miss, wait := 1+(s.W-1)*full, 1+(s.W-1)*(1-full)
 		deadline := never
 		if c.ByDeadline {
@@ -79,7 +85,9 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 		d.Reason = ReasonOnlyCandidate
 	}
 	s.Loads.reserve(c, lease)
-	d.Deadline = s.Loads.queue(c, counted-views[best].matched, req.Stream && !s.Unobserved, lease)
+	uncached := counted - views[best].matched
+	s.Prefixes.takeIn(candidates, best, float64(uncached), rooms)
+	d.Deadline = s.Loads.queue(c, counted, uncached, req.Stream && !s.Unobserved, lease)
 	return d, true
 }
 

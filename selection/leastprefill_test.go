@@ -66,6 +66,7 @@ func TestLeastPrefillWeighsTheQueueAgainstTheMiss(t *testing.T) {
 			}
 			lease.Taken()
 		}
+		e.all[0].Member.takenIn, e.all[1].Member.takenIn = 1, 1 // both have lately taken in as much
 		if got, d, _ := e.pick(held); got != tc.want || d.Reason != ReasonLeastPrefill {
 			t.Errorf("%s: replica %d for %s, want %d", tc.name, got, d.Reason, tc.want)
 		}
@@ -141,6 +142,38 @@ func TestRequestsOvertakeEachOtherOnTheirWay(t *testing.T) {
 		step.do()
 		if bytes, later := q.before(e.now, 1000, never); bytes != step.bytes || later != step.later {
 			t.Errorf("%s: %v bytes before and %v works after, want %v and %v", step.name, bytes, later, step.bytes, step.later)
+		}
+	}
+}
+
+// A first byte that does not come in time says that what was thought to be cached was not, which is known of the replica before the answer says so.
+func TestWorkThatIsOverdueIsDoneAsAWhole(t *testing.T) {
+	for _, observed := range []bool{true, false} {
+		e := newEngines(t, 1000).learned()
+		q := &e.all[0].Load.queue
+		held := prompt(1, 19_000)
+		e.warm(0, held)
+		held.Text = append(held.Text, make([]byte, 1000)...)
+		held.Stream = observed
+		_, _, lease := e.pick(held)
+		for _, step := range []struct {
+			after time.Duration
+			want  float64
+		}{{0, 1000}, {1, 0}, {5, 0}, {6, 14_000}, {15, 5000}, {25, 0}} {
+			e.now = step.after * time.Second
+			want := step.want
+			if !observed && step.after > 1 {
+				want = 0 // nobody would see it
+			}
+			if step.after == 0 {
+				lease.Taken()
+			}
+			if got := q.pending(e.now, 1000); got != want {
+				t.Errorf("observed %v: %v pending after %d s, want %v", observed, got, step.after, want)
+			}
+		}
+		if lease.FirstByte(); q.pending(e.now, 1000) != 0 {
+			t.Error("pending after the first byte")
 		}
 	}
 }
@@ -375,5 +408,29 @@ func TestAReplicaThatOthersKeepBusyGetsLess(t *testing.T) {
 	}
 	if served[0] < 100 || served[0] > 200 {
 		t.Errorf("served %v, want about a third at the one that is half others'", served)
+	}
+}
+
+// Where a cache is full, what is new still goes to the one that has taken in less lately: a little speed is not worth what one replica would evict that gets everything.
+func TestAReplicaThatLooksSlowerIsUsedToo(t *testing.T) {
+	e := newEngines(t, 10_000, 9_000).learned()
+	e.strategy.(*LeastPrefill).W = 3
+	for _, c := range e.all {
+		c.Member.bounded = 50_000
+	}
+	served := make([]int, 2)
+	for i := range 200 {
+		e.now += time.Minute
+		got, _, lease, at := e.send(prompt(i, 10_000))
+		e.now = at
+		lease.FirstByte()
+		lease.Answered(true)
+		lease.Release()
+		if i >= 20 {
+			served[got]++
+		}
+	}
+	if served[1] < 60 {
+		t.Errorf("served %v, want a third at least at the one that looks slower", served)
 	}
 }

@@ -149,7 +149,7 @@ func (p *Pipeline) choose(s *Situation, lease *Lease) (Decision, bool) {
 	}
 	p.Loads.reserve(&s.Candidates[best], lease)
 	if len(s.views) > 0 {
-		d.Deadline = p.Loads.queue(&s.Candidates[best], s.Request.counted()-s.views[best].matched, s.Request.Stream && !p.Unobserved, lease)
+		d.Deadline = p.Loads.queue(&s.Candidates[best], s.Request.counted(), s.Request.counted()-s.views[best].matched, s.Request.Stream && !p.Unobserved, lease)
 	}
 	return d, true
 }

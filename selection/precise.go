@@ -111,7 +111,7 @@ func (s *PreciseCacheAware) choose(req *Request, candidates []Candidate, views [
 	d.Load = c.load()
 	s.Loads.reserve(c, lease)
 	if counted := float64(req.counted()); counted > 0 {
-		d.Deadline = s.Loads.queue(c, int(counted*(1-d.Score)), req.Stream && !s.Unobserved, lease)
+		d.Deadline = s.Loads.queue(c, int(counted), int(counted*(1-d.Score)), req.Stream && !s.Unobserved, lease)
 	}
 	return d, true
 }

@@ -18,6 +18,7 @@ type queue struct {
 // work is what one request has to prefill.
 type work struct {
 	bytes    float64
+	whole    float64 // bytes of the whole prompt, should nothing of it be cached after all
 	sent     time.Duration
 	deadline time.Duration
 	observed bool // its first byte will be seen
@@ -45,12 +46,12 @@ func (l *Loads) usualRate() float64 {
 // deadlineFactor is how many times its own prefill time a request may take to its first token before it goes ahead of shorter ones.
 const deadlineFactor = 5
 
-// queue puts a request's uncached bytes into the queue of the candidate that was picked, and returns the request's deadline. observed says that the first
-// byte of its answer will be seen. The caller holds the mutex.
-func (l *Loads) queue(c *Candidate, uncached int, observed bool, lease *Lease) (deadline time.Duration) {
+// queue puts a request of so many bytes, cached and uncached, into the queue of the candidate that was picked, and returns the request's deadline. observed says
+// that the first byte of its answer will be seen. The caller holds the mutex.
+func (l *Loads) queue(c *Candidate, whole, uncached int, observed bool, lease *Lease) (deadline time.Duration) {
 	now, q := l.clock(), &c.Load.queue
 	rate := q.rateOr(l.usualRate())
-	w := &work{bytes: float64(uncached), sent: now, deadline: deadlineOf(now, float64(uncached), rate), observed: observed}
+	w := &work{bytes: float64(uncached), whole: float64(whole), sent: now, deadline: deadlineOf(now, float64(uncached), rate), observed: observed}
 	q.byDeadline = c.ByDeadline
 	q.add(now, rate, w)
 	lease.holdWork(w)
@@ -111,6 +112,18 @@ func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
 	return bytes
 }
 
+// overdue is how many times as long as it should, and a little, the prefill of a prompt takes when something is wrong.
+const overdue = 1.5
+
+// left is what is left to do of a work of which so much should be done. What takes far too long is being computed as a whole: what was thought to be
+// cached was not.
+func (w *work) left(done float64) float64 {
+	if w.observed && done > overdue*w.bytes+minSample {
+		return max(0, w.whole-done)
+	}
+	return max(0, w.bytes-done)
+}
+
 // never is later than all deadlines.
 const never = time.Duration(1<<63 - 1)
 
@@ -125,7 +138,7 @@ func (q *queue) before(now time.Duration, rate float64, deadline time.Duration) 
 			bytes += w.bytes / 2
 			later += 0.5
 		case i == current:
-			bytes += max(0, w.bytes-rate*(now-q.started).Seconds())
+			bytes += w.left(rate * (now - q.started).Seconds())
 		case w.deadline <= deadline:
 			bytes += w.bytes
 		default:
