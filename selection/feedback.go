@@ -17,11 +17,8 @@ const (
 	kept    = 0.9
 	// learning is by how much a bound follows the share of a window. Too small a bound costs far more than one that is a little too large.
 	learning = 0.4
-	// What one prompt that was gone tells: the bound falls by a part of what it is more than the prompt's reuse distance. One that was still there at a
-	// distance of nearly the bound lets it rise.
+	// fall is by how much one prompt that was gone lowers the bound, of what that is more than the prompt's reuse distance.
 	fall = 0.4
-	rise = 0.05
-	near = 0.75
 	// leastLearned is the least that a bound is learned to be, in bytes.
 	leastLearned = 64 << 10
 	// tokenBytes is how many bytes of a prompt a token is until it is learned.
@@ -87,26 +84,21 @@ func (p *Prefixes) judge(was prediction, promptTokens, cachedTokens int) {
 	if f.misses++; share >= 0.1 {
 		f.misses = 0
 	}
-	switch {
-	case was.distance < 0:
-	case share < 0.5:
-		// An engine that says how much it has room for is believed: what is gone, but for a window of such, was evicted before its turn came.
-		if was.member.capacity > 0 {
-			break
-		}
+	// An engine that says how much it has room for is believed, unless it goes on so: one prompt may have been evicted before its turn came.
+	if was.distance >= 0 && share < 0.5 && was.member.capacity == 0 {
 		if f.learned == 0 {
 			f.learned = text
 		}
 		f.learned -= int64(fall * float64(max(f.learned-was.distance, 0)))
-	case share > kept && f.learned > 0 && was.distance > int64(near*float64(f.learned)):
-		f.learned += int64(rise * float64(f.learned))
 	}
 	switch {
 	case f.misses >= restartMisses:
 		p.forget(was.member)
 		was.member.feedback = feedback{tokenBytes: f.tokenBytes, learned: f.before}
 	case f.judged >= feedbackWindow:
-		if share := f.delivered / f.predicted; share < failing {
+		share = f.delivered / f.predicted
+		// A record that does not fill its bound says nothing of a larger one.
+		if f.learned == 0 && share < failing || f.learned > 0 && (share < kept || text > f.learned-f.learned/8) {
 			f.learned = int64(float64(text) * (1 + learning*(share-kept)))
 		}
 		f.judged, f.predicted, f.delivered = 0, 0, 0
