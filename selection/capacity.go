@@ -94,15 +94,17 @@ func (p *Prefixes) fullness(c *Candidate, v *view, room, usual float64) float64 
 // recentRooms is how many times what all caches have room for counts as recent.
 const recentRooms = 2
 
-// takeIn counts the bytes that are new to the candidate that was picked; rooms is what all have room for. The caller holds the lock.
-func (p *Prefixes) takeIn(candidates []Candidate, picked int, uncached, rooms float64) {
-	keep := math.Exp(-uncached / (recentRooms * rooms))
-	for i := range candidates {
-		if m := candidates[i].Member; m != nil {
-			m.takenIn *= keep
-			if i == picked {
-				m.takenIn += uncached
-			}
+// takeIn counts the bytes that are new to the candidate that was picked; rooms is what all have room for. What was counted before becomes less for all of them,
+// which is to say that what is counted now is more. The caller holds the lock.
+func (p *Prefixes) takeIn(picked *Candidate, uncached, rooms float64) {
+	p.unit *= math.Exp(min(uncached/rooms, 1) / recentRooms)
+	if p.unit > 1e100 {
+		for _, m := range p.members {
+			m.takenIn /= p.unit
 		}
+		p.unit = 1
+	}
+	if picked.Member != nil {
+		picked.Member.takenIn += uncached * p.unit
 	}
 }

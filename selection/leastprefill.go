@@ -86,7 +86,7 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	}
 	s.Loads.reserve(c, lease)
 	uncached := counted - views[best].matched
-	s.Prefixes.takeIn(candidates, best, float64(uncached), rooms)
+	s.Prefixes.takeIn(c, float64(uncached), rooms)
 	d.Deadline = s.Loads.queue(c, counted, uncached, req.Stream && !s.Unobserved, lease)
 	return d, true
 }

@@ -48,6 +48,7 @@ type Prefixes struct {
 	mu      sync.Mutex
 	index   PrefixIndex
 	members map[string]*Member
+	unit    float64 // of Member.takenIn: what a byte is now
 
 	// reused from pick to pick
 	found []Match
@@ -64,15 +65,14 @@ type Member struct {
 	capacity int64 // tokens that the replica's cache has room for; 0 is unknown
 	bounded  int64 // bytes that its share of the record is bounded to; 0 is not
 	feedback feedback
-	// takenIn is how many bytes of what it was sent were new to it. What is longer ago than what all caches have room for counts less and less.
-	takenIn float64
+	takenIn  float64 // how much of what it was sent lately was new to it, in a unit that grows; see takeIn
 }
 
 const noSlot = -1
 
 // NewPrefixes wraps an empty index.
 func NewPrefixes(index PrefixIndex) *Prefixes {
-	return &Prefixes{index: index, members: make(map[string]*Member)}
+	return &Prefixes{index: index, members: make(map[string]*Member), unit: 1}
 }
 
 // Join returns the member with this key, which stays until as many Leave calls.
