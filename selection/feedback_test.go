@@ -3,6 +3,7 @@ package selection_test
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/rolter-ai/caddy-rolter/selection"
@@ -161,6 +162,23 @@ func TestTheSizeOfACacheIsLearned(t *testing.T) {
 		}
 		if text := float64(o.tree.Text(0)) / 8192; text < 0.6*float64(capacity) || text > 2*float64(capacity) {
 			t.Errorf("%.1f prompts are recorded for a cache of %d", text, capacity)
+		}
+	}
+}
+
+// In an engine that goes by deadlines, what comes later may be prefilled before, and what was there is gone when its turn comes.
+func TestOnePromptThatIsGoneTeachesNothingByDeadline(t *testing.T) {
+	for _, byDeadline := range []bool{false, true} {
+		o := newOne(1000 * 2048)
+		o.candidate.ByDeadline = byDeadline
+		for i := range 20 {
+			o.ask(i)
+		}
+		o.cache.prompts = slices.Delete(o.cache.prompts, 9, 10)
+		sent := o.tree.Text(0)
+		o.ask(9)
+		if text := o.tree.Text(0); text == sent != byDeadline {
+			t.Errorf("by deadline: %v: %d bytes are recorded of %d", byDeadline, text, sent)
 		}
 	}
 }

@@ -183,6 +183,9 @@ func (p *Prefixes) record(req *Request, candidates []Candidate, views []view, pi
 	}
 	if v := views[picked]; v.slot != noSlot {
 		predicted := prediction{p, candidates[picked].Member, req.counted(), v.recorded, p.index.ReuseDistance(v.slot)}
+		if candidates[picked].ByDeadline {
+			predicted.distance = -1 // what comes later may be prefilled before
+		}
 		lease.holdRecord(p, p.index.Insert(v.slot, req.Text), predicted)
 	}
 }
