@@ -83,10 +83,10 @@ func (c *Candidate) takenIn() float64 {
 
 // fullness is how full the candidate's cache is thought to be of what is still in use, in [0, 1]. A full one that has taken in less for its room than all candidates
 // have for theirs, which is the usual, holds what has been of no use for longer: it is as good as room. The caller holds the lock.
-func (p *Prefixes) fullness(c *Candidate, v *view, room, usual float64) float64 {
-	full := min(p.text(v)/room, 1)
+func (p *Prefixes) fullness(c *Candidate, v *view, usual float64) float64 {
+	full := min(p.text(v)/v.room, 1)
 	if usual > 0 {
-		full *= min(c.takenIn()/room/usual, 1)
+		full *= min(c.takenIn()/v.room/usual, 1)
 	}
 	return full
 }

@@ -78,11 +78,13 @@ func (p *Prefixes) judge(was prediction, promptTokens, cachedTokens int) {
 	f.predicted += float64(was.matched)
 	f.delivered += delivered
 	share, text := delivered/float64(was.matched), p.index.Text(was.member.slot)
-	if f.misses == 0 {
-		f.before = f.learned
-	}
-	if f.misses++; share >= 0.1 {
+	switch {
+	case share >= 0.1:
 		f.misses = 0
+	case f.misses == 0:
+		f.misses, f.before = 1, f.learned
+	default:
+		f.misses++
 	}
 	// An engine that says how much it has room for is believed, unless it goes on so: one prompt may have been evicted before its turn came.
 	if was.distance >= 0 && share < 0.5 && was.member.capacity == 0 {

@@ -53,6 +53,18 @@ func (l *Lease) takeWork() (*Load, *work) {
 	return l.load, w
 }
 
+// Taken says that the replica has the request. An engine that streams says so at once, with the head of its answer.
+func (l *Lease) Taken() {
+	l.mu.Lock()
+	load, w := l.load, l.work
+	l.mu.Unlock()
+	if w != nil {
+		load.loads.mu.Lock()
+		w.taken = true
+		load.loads.mu.Unlock()
+	}
+}
+
 // FirstByte says that the first byte of the answer came: the prompt has been prefilled. Only the first call counts.
 func (l *Lease) FirstByte() {
 	if load, w := l.takeWork(); w != nil {

@@ -44,26 +44,28 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	now, counted := s.Loads.clock(), req.counted()
 	usual := s.Loads.usualRate()
 	fewerPrompts := func(i, j int) float64 { return s.Prefixes.fewer(candidates, views, i, j) }
-	speed := func(c *Candidate) float64 { return c.Load.queue.rateOr(usual) * c.weight() }
-	most := 0.0
+	most, rooms, takenIn := 0.0, 0.0, 0.0
 	for i := range candidates {
-		most = max(most, s.Prefixes.text(&views[i])/speed(&candidates[i]))
+		c, v := &candidates[i], &views[i]
+		v.speed = c.Load.queue.rateOr(usual) * c.weight()
+		most = max(most, s.Prefixes.text(v)/v.speed)
+		takenIn += c.takenIn()
 	}
-	rooms, takenIn := 0.0, 0.0
 	for i := range candidates {
-		rooms += candidates[i].room(most * speed(&candidates[i]))
-		takenIn += candidates[i].takenIn()
+		v := &views[i]
+		v.room = candidates[i].room(most * v.speed)
+		rooms += v.room
 	}
 	best, least := -1, 0.0
 	for i := range candidates {
-		c := &candidates[i]
+		c, v := &candidates[i], &views[i]
 		if c.full() {
 			continue
 		}
 		q := &c.Load.queue
 		rate := q.rateOr(usual)
-		uncached := float64(counted - views[i].matched)
-		full := s.Prefixes.fullness(c, &views[i], c.room(most*speed(c)), takenIn/rooms)
+		uncached := float64(counted - v.matched)
+		full := s.Prefixes.fullness(c, v, takenIn/rooms)
 		miss, wait := 1+(s.W-1)*full, 1+(s.W-1)*(1-full)
 		deadline := never
 		if c.ByDeadline {
@@ -71,7 +73,7 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 		}
 		// What comes after the request waits for its prefill too.
 		pending, later := q.before(now, rate, deadline)
-		cost := (wait*pending + (miss+later)*uncached) / speed(c)
+		cost := (wait*pending + (miss+later)*uncached) / v.speed
 		if best < 0 || cost < least || cost == least && preferred(candidates, i, best, fewerPrompts) {
 			best, least = i, cost
 		}

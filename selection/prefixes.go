@@ -126,6 +126,8 @@ type view struct {
 	recorded  int  // of them, by what was recorded
 	continues bool // the candidate was sent this prompt or one that it continues,
 	turn      bool // which is shorter: the prompt is a further turn of a conversation
+
+	speed, room float64 // of the candidate, while least_prefill chooses
 }
 
 // look says what every candidate holds: by what its engine says, where that is known, otherwise by what was recorded. The caller holds the lock, as long
@@ -182,10 +184,11 @@ func (p *Prefixes) record(req *Request, candidates []Candidate, views []view, pi
 		req.Residency.Expect(picked)
 	}
 	if v := views[picked]; v.slot != noSlot {
-		predicted := prediction{p, candidates[picked].Member, req.counted(), v.recorded, p.index.ReuseDistance(v.slot)}
-		if candidates[picked].ByDeadline {
-			predicted.distance = -1 // what comes later may be prefilled before
+		c, distance := &candidates[picked], int64(-1)
+		if v.recorded >= minPrediction && !c.ByDeadline { // by which what comes later may be prefilled before
+			distance = p.index.ReuseDistance(v.slot)
 		}
+		predicted := prediction{p, c.Member, req.counted(), v.recorded, distance}
 		lease.holdRecord(p, p.index.Insert(v.slot, req.Text), predicted)
 	}
 }

@@ -172,18 +172,6 @@ func (q *queue) setRate(loads *Loads, rate float64) {
 	q.rate = rate
 }
 
-// Taken says that the replica has the request. An engine that streams says so at once, with the head of its answer.
-func (l *Lease) Taken() {
-	l.mu.Lock()
-	load, w := l.load, l.work
-	l.mu.Unlock()
-	if w != nil {
-		load.loads.mu.Lock()
-		w.taken = true
-		load.loads.mu.Unlock()
-	}
-}
-
 // firstByte says that a request has been prefilled, and with it, where works are taken as they come, those that were sent before it and whose first byte nobody
 // will see. One whose first byte is still to be seen was overtaken on its way.
 func (q *queue) firstByte(loads *Loads, w *work) {
