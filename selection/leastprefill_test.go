@@ -49,6 +49,35 @@ func (e *engines) send(req *Request) (int, Decision, *Lease, time.Duration) {
 	return i, d, lease, e.free[i]
 }
 
+// finish has an answer come, whole.
+func finish(lease *Lease) {
+	lease.FirstByte()
+	lease.Answered(true)
+	lease.Release()
+}
+
+// answers are still to come, each at its time.
+type answers []answer
+
+type answer struct {
+	at    time.Duration
+	lease *Lease
+}
+
+// pass lets time pass, and has the answers come that do in it.
+func (e *engines) pass(d time.Duration, waiting *answers) {
+	end := e.now + d
+	*waiting = slices.DeleteFunc(*waiting, func(a answer) bool {
+		if a.at > end {
+			return false
+		}
+		e.now = a.at
+		finish(a.lease)
+		return true
+	})
+	e.now = end
+}
+
 func TestLeastPrefillWeighsTheQueueAgainstTheMiss(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
@@ -295,22 +324,12 @@ func TestANewReplica(t *testing.T) {
 	e.rates, e.free = append(e.rates, 10_000), append(e.free, 0)
 	e.all = append(e.all, Candidate{Load: e.loads.Acquire("new"), Member: e.prefixes.Join("new")})
 	served := make([]int, 4)
-	type first struct {
-		at    time.Duration
-		lease *Lease
-	}
-	var waiting []first
+	var waiting answers
 	for i := range 400 {
-		e.now += 120 * time.Millisecond
-		for len(waiting) > 0 && waiting[0].at <= e.now {
-			waiting[0].lease.FirstByte()
-			waiting[0].lease.Answered(true)
-			waiting[0].lease.Release()
-			waiting = waiting[1:]
-		}
+		e.pass(120*time.Millisecond, &waiting)
 		req := &Request{Text: append(bytes.Clone(system), fmt.Sprintf("%d %s", i, prompt(i, 4000).Text)...), Stream: true}
 		got, _, lease, at := e.send(req)
-		waiting = append(waiting, first{at, lease})
+		waiting = append(waiting, answer{at, lease})
 		served[got]++
 	}
 	if served[3] < 50 || served[3] > 150 {
@@ -377,28 +396,12 @@ func TestAnEmptyCacheIsFilled(t *testing.T) {
 func TestAReplicaThatOthersKeepBusyGetsLess(t *testing.T) {
 	e := newEngines(t, 10_000, 10_000)
 	served := make([]int, 2)
-	type first struct {
-		at    time.Duration
-		lease *Lease
-	}
-	var waiting []first
+	var waiting answers
 	for i := range 1000 {
-		e.now += 650 * time.Millisecond
-		waiting = slices.DeleteFunc(waiting, func(f first) bool {
-			if f.at > e.now {
-				return false
-			}
-			now := e.now
-			e.now = f.at
-			f.lease.FirstByte()
-			f.lease.Answered(true)
-			f.lease.Release()
-			e.now = now
-			return true
-		})
+		e.pass(650*time.Millisecond, &waiting)
 		got, _, lease, at := e.send(prompt(i, 8000))
 		lease.Taken()
-		waiting = append(waiting, first{at, lease})
+		waiting = append(waiting, answer{at, lease})
 		if got == 0 { // and as much of somebody else's
 			e.free[0] += 800 * time.Millisecond
 		}
@@ -423,9 +426,7 @@ func TestAReplicaThatLooksSlowerIsUsedToo(t *testing.T) {
 		e.now += time.Minute
 		got, _, lease, at := e.send(prompt(i, 10_000))
 		e.now = at
-		lease.FirstByte()
-		lease.Answered(true)
-		lease.Release()
+		finish(lease)
 		if i >= 20 {
 			served[got]++
 		}

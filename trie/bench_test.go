@@ -40,6 +40,18 @@ func fill(t *Tree, p *prompts, slots int) {
 	}
 }
 
+// churn has the tree serve one request after the other.
+func churn(b *testing.B, t *Tree, p *prompts, slots int) {
+	out := make([]Match, t.Slots())
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		text := p.make()
+		t.Match(text, out)
+		t.Confirm(t.Insert(i%slots, text))
+	}
+	b.ReportMetric(float64(t.Stats().Prompts), "prompts")
+}
+
 // BenchmarkFull is what one request costs a tree that is full to its default limits, so that each insert prunes: matching
 // all slots, recording the prompt for one of them, confirming it.
 func BenchmarkFull(b *testing.B) {
@@ -49,15 +61,7 @@ func BenchmarkFull(b *testing.B) {
 				t := newTree(slots, Limits{})
 				p := newPrompts(size)
 				fill(t, p, slots)
-				out := make([]Match, t.Slots())
-				b.ReportAllocs()
-				b.ResetTimer()
-				for i := 0; b.Loop(); i++ {
-					text := p.make()
-					t.Match(text, out)
-					t.Confirm(t.Insert(i%slots, text))
-				}
-				b.ReportMetric(float64(t.Stats().Prompts), "prompts")
+				churn(b, t, p, slots)
 			})
 		}
 	}
@@ -76,14 +80,7 @@ func BenchmarkBounded(b *testing.B) {
 			for i := range 2 * DefaultMaxBytes / int64(size) {
 				t.Confirm(t.Insert(int(i)%slots, p.make()))
 			}
-			out := make([]Match, t.Slots())
-			b.ReportAllocs()
-			for i := 0; b.Loop(); i++ {
-				text := p.make()
-				t.Match(text, out)
-				t.Confirm(t.Insert(i%slots, text))
-			}
-			b.ReportMetric(float64(t.Stats().Prompts), "prompts")
+			churn(b, t, p, slots)
 		})
 	}
 }

@@ -783,6 +783,9 @@ func TestPercentilesAgainstCounting(t *testing.T) {
 			t.Fatalf("%d times: got %+v, want %+v", n, got, want)
 		}
 	}
+	if got := Summarize(nil); got != (TTFT{}) {
+		t.Errorf("of nothing: %+v", got)
+	}
 }
 
 func TestText(t *testing.T) {
