@@ -26,6 +26,7 @@ func quick() tuning {
 		replayAnswer:   500 * time.Millisecond,
 		replayTime:     20 * time.Second,
 		replayInterval: time.Millisecond,
+		replayAgain:    time.Hour,
 		replayOff:      time.Hour,
 	}
 }

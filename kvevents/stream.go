@@ -123,6 +123,7 @@ type tuning struct {
 	replayAnswer   time.Duration // the first reply of a round may take so long: engines look after their replay sockets now and then
 	replayTime     time.Duration // for all rounds
 	replayInterval time.Duration // between replays, except the first on a connection
+	replayAgain    time.Duration // a connection that has been silent for so long gets a second one
 	replayOff      time.Duration // without replays, after maxReplayFailures of them
 }
 
@@ -137,6 +138,7 @@ var defaultTuning = tuning{
 	replayAnswer:   2 * time.Second,
 	replayTime:     time.Minute,
 	replayInterval: 5 * time.Second,
+	replayAgain:    time.Second,
 	replayOff:      time.Minute,
 }
 
@@ -147,7 +149,8 @@ type decoder interface {
 
 // Stream follows one publisher until it is closed, through restarts of the engine and losses on the way.
 //
-// It subscribes first and then asks for a replay of what it has missed, so that nothing falls in between. A replay begins with the last batch that was
+// It subscribes first and then asks for a replay of what it has missed. The two go by different connections, so that the publisher may answer before it knows
+// of the subscription: what it sends between is shown by a gap in what comes next or, if nothing does, by a second replay. A replay begins with the last batch that was
 // applied: if that comes back unchanged, it is still the same process. Otherwise everything is forgotten and learned anew. Where there is no replay, an
 // interruption means to forget too, for what an engine has removed meanwhile will never be known.
 type Stream struct {
@@ -372,7 +375,8 @@ type session struct {
 	// seen is the number of the latest batch that was taken from it, since the last sync. What has not been seen and yet is known came by a replay.
 	seen    uint64
 	anySeen bool
-	sync    *syncing // nil unless the state is Syncing
+	heard   bool     // something has come from it: it knows of the subscription
+	sync    *syncing // nil unless the state is Syncing, or a second look is to be taken or under way
 }
 
 // syncing is a replay that is under way or will be.
@@ -381,6 +385,7 @@ type syncing struct {
 	start   *time.Timer // when it may start
 	fetched *queue      // what it has brought; nil until it has started
 	cancel  context.CancelFunc
+	again   bool // what is known is complete as far as can be told: the state stays what it is
 	brought bool // a batch
 	lossy   bool // one is missing
 }
@@ -451,16 +456,19 @@ func (c *session) run() error {
 			c.takeFetched()
 		case <-c.live.ready:
 		}
-		if c.sync == nil {
+		if c.listening() {
 			c.takeLive()
 		}
 		// What is still queued is dropped when it would have to wait for a replay. The replay on the next connection brings it.
-		if ended, err := c.live.over(); ended && (c.sync != nil || c.live.empty()) {
+		if ended, err := c.live.over(); ended && (!c.listening() || c.live.empty()) {
 			c.stopSync()
 			return err
 		}
 	}
 }
+
+// listening says that what comes live need not wait for a replay.
+func (c *session) listening() bool { return c.sync == nil || c.sync.again && c.sync.fetched == nil }
 
 // resync makes sure of what is known and fetches what is missing below goal, and beyond it what there is. Where that is not possible, everything is forgotten,
 // and whatever comes next is where knowledge begins.
@@ -473,7 +481,11 @@ func (c *session) resync(goal uint64, why error) {
 		return
 	}
 	c.setState(Syncing, why)
-	c.sync = &syncing{goal: goal, start: time.NewTimer(time.Until(c.replayAt)), cancel: func() {}}
+	c.sync = newSync(goal, time.Until(c.replayAt))
+}
+
+func newSync(goal uint64, in time.Duration) *syncing {
+	return &syncing{goal: goal, start: time.NewTimer(in), cancel: func() {}}
 }
 
 func (c *session) stopSync() {
@@ -565,6 +577,9 @@ func (c *session) synced(err error) {
 	c.stopSync()
 	c.notify(Notice{What: NoticeReplayed, Err: err})
 	c.replayAt = time.Now().Add(jittered(c.tuning.replayInterval))
+	if err != nil && y.again {
+		return // there was no need
+	}
 	if err == nil {
 		switch goal := c.goal(y); {
 		case !c.known && !y.brought && y.goal == 0 && goal <= 1:
@@ -588,6 +603,10 @@ func (c *session) synced(err error) {
 	} else {
 		c.setState(Partial, nil)
 	}
+	if !c.heard && !y.again {
+		c.sync = newSync(0, c.tuning.replayAgain)
+		c.sync.again = true
+	}
 }
 
 // takeLive applies what the publisher has sent, until a replay is needed.
@@ -597,10 +616,15 @@ func (c *session) takeLive() {
 		if !ok {
 			return
 		}
+		if !c.heard {
+			c.heard = true
+			c.replayAt = time.Now() // for what may have gone before
+			c.stopSync()
+		}
 		if c.take(m) {
 			c.live.pop()
 		}
-		if c.sync != nil {
+		if !c.listening() {
 			return
 		}
 	}

@@ -81,19 +81,80 @@ func TestStreamFromTheBeginning(t *testing.T) {
 	}
 }
 
-// TestStreamMissesTheFirstBatch is about a subscription that is there a moment after the stream is told that nothing has been published.
+// TestStreamMissesTheFirstBatch is about a subscription that is there a moment after the stream is told what has been published.
 func TestStreamMissesTheFirstBatch(t *testing.T) {
 	noGoroutinesLeft(t)
-	p := new(publisher).start(t)
-	sink := new(record)
-	s := follow(t, p, sink, true, nil)
-	subscribed(t, s, p)
-	settles(t, s, Exact, sink, nil)
-	p.setDeaf(true)
-	p.publish(1)
-	p.setDeaf(false)
-	p.publish(1)
-	settles(t, s, Exact, sink, p.held())
+	for _, before := range []int{0, 20} {
+		// missed returns a stream that thinks that it knows all, after a batch that was not sent to it.
+		missed := func(t *testing.T, p *publisher, change func(*Stream)) (*Stream, *record) {
+			p.start(t)
+			p.publish(before)
+			sink := new(record)
+			s := follow(t, p, sink, true, change)
+			subscribed(t, s, p)
+			settles(t, s, Exact, sink, p.held())
+			p.setDeaf(true)
+			p.publish(1)
+			p.setDeaf(false)
+			return s, sink
+		}
+		t.Run(fmt.Sprintf("the next one tells, after %d", before), func(t *testing.T) {
+			p := new(publisher)
+			s, sink := missed(t, p, func(s *Stream) { s.tuning.replayInterval = time.Hour })
+			p.publish(1)
+			settles(t, s, Exact, sink, p.held())
+		})
+		t.Run(fmt.Sprintf("nothing tells, after %d", before), func(t *testing.T) {
+			again := make(chan struct{})
+			p := &publisher{onRequest: func(request int, _ uint64) {
+				if request == 1 {
+					<-again
+				}
+			}}
+			answer := sync.OnceFunc(func() { close(again) })
+			defer answer()
+			s, sink := missed(t, p, func(s *Stream) {
+				s.tuning.replayAgain, s.tuning.replayAnswer = time.Millisecond, 20*time.Second
+				s.cfg.Watch = func(n Notice) {
+					if n.What == NoticeState && n.State != Exact && s.Stats().Replays > 0 {
+						t.Error("the state became", n.State)
+					}
+				}
+			})
+			answer()
+			settles(t, s, Exact, sink, p.held())
+			p.publish(1)
+			settles(t, s, Exact, sink, p.held())
+			if n := s.Stats(); n.Replays != 2 || n.Gaps != 0 || n.Losses != 0 {
+				t.Errorf("%+v", n)
+			}
+		})
+	}
+}
+
+// TestStreamLooksTwice is about second replays that have nothing to tell.
+func TestStreamLooksTwice(t *testing.T) {
+	noGoroutinesLeft(t)
+	second := func(request int) bool { return request == 1 }
+	for name, p := range map[string]*publisher{
+		"it says so":        {},
+		"it has no answer":  {drop: func(request, _ int) bool { return second(request) }, noEnd: second},
+		"it has half of it": {noEnd: second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p.start(t)
+			p.publish(20)
+			sink := new(record)
+			s := follow(t, p, sink, true, func(s *Stream) { s.tuning.replayAgain = time.Millisecond })
+			eventually(t, "a second replay", func() bool { return s.Stats().Replays == 2 })
+			subscribed(t, s, p)
+			p.publish(3)
+			settles(t, s, Exact, sink, p.held())
+			if n := s.Stats(); n.Replays != 2 || n.Gaps != 0 || n.Losses != 0 {
+				t.Errorf("%+v", n)
+			}
+		})
+	}
 }
 
 func TestStreamJoinsLate(t *testing.T) {
