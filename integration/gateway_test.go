@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -159,16 +160,15 @@ func (g *gateway) load(site string) error {
 	return err
 }
 
-// admin calls the admin endpoint; statuses from 400 are errors.
+// admin calls the admin endpoint; statuses from 400 are errors. After a change of the configuration it returns when only the new one is served.
 func (g *gateway) admin(method, path, contentType, body string) (string, error) {
-	req, err := http.NewRequestWithContext(context.Background(), method, g.Admin+path, strings.NewReader(body))
-	if err != nil {
-		return "", err
-	}
-	if contentType != "" {
-		req.Header.Set("Content-Type", contentType)
-	}
-	resp, err := http.DefaultClient.Do(req)
+	resp, err := persistently(func() (*http.Response, error) {
+		req := newRequest(context.Background(), method, g.Admin+path, strings.NewReader(body))
+		if contentType != "" {
+			req.Header.Set("Content-Type", contentType)
+		}
+		return http.DefaultClient.Do(req)
+	})
 	if err != nil {
 		return "", err
 	}
@@ -177,10 +177,35 @@ func (g *gateway) admin(method, path, contentType, body string) (string, error) 
 	if err != nil {
 		return "", err
 	}
+	if method != http.MethodGet {
+		g.replaced()
+	}
 	if resp.StatusCode >= 400 {
 		return "", fmt.Errorf("%s %s: %d %s", method, path, resp.StatusCode, answer)
 	}
 	return string(answer), nil
+}
+
+// replaced waits until the listeners of an earlier configuration are closed, which Caddy does a moment after it has answered: connections that they
+// have not accepted by then are reset. Where the system does not tell how many there are, it does not wait.
+func (g *gateway) replaced() {
+	g.t.Helper()
+	http.DefaultClient.CloseIdleConnections()
+	testClient.CloseIdleConnections()
+	for _, url := range []string{g.URL, g.Admin} {
+		port := url[strings.LastIndex(url, ":")+1:]
+		g.waitFor("the old listener on port "+port+" to be closed", func() bool { return listeners(port) < 2 })
+	}
+}
+
+// listeners counts the sockets that listen on a port over IPv4; 0 may mean that the system does not tell.
+func listeners(port string) int {
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		panic(err)
+	}
+	table, _ := os.ReadFile("/proc/net/tcp") // of Linux; 0A says that a socket listens
+	return strings.Count(string(table), fmt.Sprintf(":%04X 00000000:0000 0A ", n))
 }
 
 // state is what GET /rolter/state tells.

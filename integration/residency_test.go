@@ -200,7 +200,9 @@ func TestReloadKeepsTheStreams(t *testing.T) {
 	g.exact(2)
 	question := chat("m", longPrompt(1, 8000))
 	holder := g.reasoned("cold", chatPath, question)
-	g.caughtUp(servers[holder[1]-'0'])
+	at := servers[holder[1]-'0']
+	g.caughtUp(at)
+	g.waitFor("what has come to be counted too", func() bool { return g.streams()[strings.TrimPrefix(at.URL(), "http://")].Batches > 0 })
 	before := g.streams()
 	if err := g.load(preciseSite(servers, "tokenize on\noverload_margin 3")); err != nil {
 		t.Fatal(err)

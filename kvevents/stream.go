@@ -616,14 +616,11 @@ func (c *session) takeLive() {
 		if !ok {
 			return
 		}
-		if !c.heard {
-			c.heard = true
-			c.replayAt = time.Now() // for what may have gone before
-			c.stopSync()
-		}
+		c.stopSync() // which has not begun
 		if c.take(m) {
 			c.live.pop()
 		}
+		c.heard = true
 		if !c.listening() {
 			return
 		}
@@ -651,6 +648,9 @@ func (c *session) take(m message) bool {
 		c.count(func(n *Stats) { n.Gaps++ })
 		err := fmt.Errorf("batches %d to %d are missing", c.next(), m.seq-1)
 		c.notify(Notice{What: NoticeGap, Seq: m.seq, Err: err})
+		if !c.heard {
+			c.replayAt = time.Now() // the subscription came late: this is no sign of a connection that loses
+		}
 		c.resync(m.seq, err)
 		return false
 	}
