@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -92,15 +93,19 @@ func (l *logBuffer) String() string {
 	return l.buf.String()
 }
 
-// freeAddr is a loopback address on which nothing listens.
+// freeAddr is a loopback address on which nothing listens. Its port is not one that a system gives to whoever asks for any: of those, tests in other
+// processes would take some before it is used.
 func freeAddr(t testing.TB) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	for range 100 {
+		address := fmt.Sprintf("127.0.0.1:%d", 10_000+rand.N(20_000))
+		if l, err := net.Listen("tcp", address); err == nil {
+			_ = l.Close()
+			return address
+		}
 	}
-	defer l.Close()
-	return l.Addr().String()
+	t.Fatal("no port is free")
+	return ""
 }
 
 // startGateway runs Caddy with one plain-HTTP site whose body is given, and waits until it serves. The process must end cleanly, and without a
