@@ -175,7 +175,8 @@ func TestRequestsOvertakeEachOtherOnTheirWay(t *testing.T) {
 	}
 }
 
-// A first byte that does not come in time says that what was thought to be cached was not, which is known of the replica before the answer says so.
+// A first byte that does not come in time says that what was thought to be cached was not, which is known of the replica before the answer says so, and then
+// that the replica does not begin.
 func TestWorkThatIsOverdueIsDoneAsAWhole(t *testing.T) {
 	for _, observed := range []bool{true, false} {
 		e := newEngines(t, 1000).learned()
@@ -188,7 +189,7 @@ func TestWorkThatIsOverdueIsDoneAsAWhole(t *testing.T) {
 		for _, step := range []struct {
 			after time.Duration
 			want  float64
-		}{{0, 1000}, {1, 0}, {5, 0}, {6, 14_000}, {15, 5000}, {25, 0}} {
+		}{{0, 1000}, {1, 0}, {5, 0}, {6, 14_000}, {15, 5000}, {20, 0}, {25, 5000}, {60, 40_000}} {
 			e.now = step.after * time.Second
 			want := step.want
 			if !observed && step.after > 1 {
@@ -204,6 +205,25 @@ func TestWorkThatIsOverdueIsDoneAsAWhole(t *testing.T) {
 		if lease.FirstByte(); q.pending(e.now, 1000) != 0 {
 			t.Error("pending after the first byte")
 		}
+	}
+}
+
+// A replica that takes requests and does not answer looks idle by its work, for it should be done: what it was thought to hold must not draw all to it.
+func TestAReplicaThatHangsIsLeft(t *testing.T) {
+	e := newEngines(t, 1000, 1000, 1000).learned()
+	held := prompt(1, 20_000)
+	e.warm(0, held)
+	for i := 0; ; i++ {
+		held.Text = append(held.Text, make([]byte, 100)...)
+		at, _, lease := e.pick(held)
+		lease.Taken()
+		if at != 0 {
+			break
+		}
+		if i > 100 {
+			t.Fatal("100 requests wait at a replica that hangs")
+		}
+		e.now += 10 * time.Second
 	}
 }
 

@@ -116,12 +116,17 @@ func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
 const overdue = 1.5
 
 // left is what is left to do of a work of which so much should be done. What takes far too long is being computed as a whole: what was thought to be
-// cached was not.
+// cached was not. What takes longer even than that has not begun, because the replica has no room for what it decodes already, or hangs: what has lasted so
+// long may last as long again.
 func (w *work) left(done float64) float64 {
-	if w.observed && done > overdue*w.bytes+minSample {
-		return max(0, w.whole-done)
+	switch {
+	case !w.observed || done <= overdue*w.bytes+minSample:
+		return max(0, w.bytes-done)
+	case done <= w.whole:
+		return w.whole - done
+	default:
+		return done - w.whole
 	}
-	return max(0, w.bytes-done)
 }
 
 // never is later than all deadlines.
