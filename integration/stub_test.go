@@ -346,12 +346,7 @@ func (g *gateway) served(path, body string, header ...string) reply {
 // idle waits until nothing is in flight.
 func (g *gateway) idle() {
 	g.t.Helper()
-	g.waitFor("all reservations to be given back", func() bool {
-		// Just after a reload the admin endpoint may close a connection.
-		answer, err := g.admin(http.MethodGet, "/rolter/state", "", "")
-		var now state
-		return err == nil && json.Unmarshal([]byte(answer), &now) == nil && now.inFlight() == 0
-	})
+	g.waitFor("all reservations to be given back", func() bool { return g.state().inFlight() == 0 })
 }
 
 // occupy puts n requests in flight at a stand-in, through the route to it alone, until free is called.

@@ -114,12 +114,8 @@ func (s *CacheAware) choose(req *Request, candidates []Candidate, views []view, 
 			return fewerPrompts(i, j)
 		})
 	}
-	if len(candidates) == 1 {
-		d.Reason = ReasonOnlyCandidate
-	}
-	d.Load = candidates[d.Index].load()
-	s.Loads.reserve(&candidates[d.Index], lease)
-	d.Deadline = s.Loads.queue(&candidates[d.Index], counted, counted-views[d.Index].matched, req.Stream && !s.Unobserved, lease)
+	s.Loads.take(&d, candidates, lease)
+	s.Loads.queue(&d, req, candidates, views[d.Index].matched, s.Unobserved, lease)
 	return d, true
 }
 

@@ -81,15 +81,10 @@ func (s *LeastPrefill) choose(req *Request, candidates []Candidate, views []view
 	if best < 0 {
 		return Decision{}, false
 	}
-	c := &candidates[best]
-	d := Decision{Index: best, Reason: ReasonLeastPrefill, Load: c.load()}
-	if len(candidates) == 1 {
-		d.Reason = ReasonOnlyCandidate
-	}
-	s.Loads.reserve(c, lease)
-	uncached := counted - views[best].matched
-	s.Prefixes.takeIn(c, float64(uncached), rooms)
-	d.Deadline = s.Loads.queue(c, counted, uncached, req.Stream && !s.Unobserved, lease)
+	d := Decision{Index: best, Reason: ReasonLeastPrefill}
+	s.Loads.take(&d, candidates, lease)
+	s.Loads.queue(&d, req, candidates, views[best].matched, s.Unobserved, lease)
+	s.Prefixes.takeIn(&candidates[best], float64(counted-views[best].matched), rooms)
 	return d, true
 }
 

@@ -61,11 +61,7 @@ func (s LMCacheAware) Pick(_ *Request, candidates []Candidate, lease *Lease) (De
 		}
 		d.Score = candidates[d.Index].Outer.score(mean)
 	}
-	if len(candidates) == 1 {
-		d.Reason = ReasonOnlyCandidate
-	}
-	d.Load = candidates[d.Index].load()
-	s.Loads.reserve(&candidates[d.Index], lease)
+	s.Loads.take(&d, candidates, lease)
 	return d, true
 }
 

@@ -174,8 +174,13 @@ func (c *Candidate) weight() float64 {
 // prefer another replica and not to refuse. The caller holds the registry's mutex.
 func (c *Candidate) full() bool { return c.Limit > 0 && c.own() >= c.Limit }
 
-// reserve takes a place at the candidate. The caller holds the registry's mutex.
-func (l *Loads) reserve(c *Candidate, lease *Lease) {
+// take reserves a place at the candidate of a decision, and completes the decision by what is the same for all strategies. The caller holds the registry's mutex.
+func (l *Loads) take(d *Decision, candidates []Candidate, lease *Lease) {
+	if len(candidates) == 1 {
+		d.Reason = ReasonOnlyCandidate
+	}
+	c := &candidates[d.Index]
+	d.Load = c.load()
 	// A configuration that was unloaded may have dropped the entry while its last requests still pick.
 	if known := l.byKey[c.Load.key]; known == nil {
 		l.byKey[c.Load.key] = c.Load
@@ -242,11 +247,8 @@ func (s LeastLoad) Pick(_ *Request, candidates []Candidate, lease *Lease) (Decis
 	if i < 0 {
 		return Decision{}, false
 	}
-	d := Decision{Index: i, Reason: ReasonFallback, Load: candidates[i].load()}
-	if len(candidates) == 1 {
-		d.Reason = ReasonOnlyCandidate
-	}
-	s.Loads.reserve(&candidates[i], lease)
+	d := Decision{Index: i, Reason: ReasonFallback}
+	s.Loads.take(&d, candidates, lease)
 	return d, true
 }
 

@@ -140,16 +140,13 @@ func (p *Pipeline) choose(s *Situation, lease *Lease) (Decision, bool) {
 	if best < 0 {
 		return Decision{}, false
 	}
-	d := Decision{Index: best, Reason: ReasonPipeline, Score: PrefixAffinity{}.Score(s, best), Load: s.Candidates[best].load()}
-	switch {
-	case len(s.Candidates) == 1:
-		d.Reason = ReasonOnlyCandidate
-	case SessionAffinity{}.Score(s, best) > 0:
+	d := Decision{Index: best, Reason: ReasonPipeline, Score: PrefixAffinity{}.Score(s, best)}
+	if score := (SessionAffinity{}).Score(s, best); score > 0 {
 		d.Reason = ReasonSession
 	}
-	p.Loads.reserve(&s.Candidates[best], lease)
+	p.Loads.take(&d, s.Candidates, lease)
 	if len(s.views) > 0 {
-		d.Deadline = p.Loads.queue(&s.Candidates[best], s.Request.counted(), s.Request.counted()-s.views[best].matched, s.Request.Stream && !p.Unobserved, lease)
+		p.Loads.queue(&d, s.Request, s.Candidates, s.views[best].matched, p.Unobserved, lease)
 	}
 	return d, true
 }

@@ -104,15 +104,8 @@ func (s *PreciseCacheAware) choose(req *Request, candidates []Candidate, views [
 	if d.Reason == ReasonCold && d.Score >= leastShare {
 		d.Reason = ReasonCache
 	}
-	if len(candidates) == 1 {
-		d.Reason = ReasonOnlyCandidate
-	}
-	c := &candidates[d.Index]
-	d.Load = c.load()
-	s.Loads.reserve(c, lease)
-	if counted := float64(req.counted()); counted > 0 {
-		d.Deadline = s.Loads.queue(c, int(counted), int(counted*(1-d.Score)), req.Stream && !s.Unobserved, lease)
-	}
+	s.Loads.take(&d, candidates, lease)
+	s.Loads.queue(&d, req, candidates, int(d.Score*float64(req.counted())), s.Unobserved, lease)
 	return d, true
 }
 

@@ -46,16 +46,21 @@ func (l *Loads) usualRate() float64 {
 // deadlineFactor is how many times its own prefill time a request may take to its first token before it goes ahead of shorter ones.
 const deadlineFactor = 5
 
-// queue puts a request of so many bytes, cached and uncached, into the queue of the candidate that was picked, and returns the request's deadline. observed says
-// that the first byte of its answer will be seen. The caller holds the mutex.
-func (l *Loads) queue(c *Candidate, whole, uncached int, observed bool, lease *Lease) (deadline time.Duration) {
-	now, q := l.clock(), &c.Load.queue
+// queue puts a request, of which the candidate holds so many bytes, into the queue of the candidate of the decision, to which it adds the deadline. unobserved says
+// that nobody sees first bytes; of an answer that is not streamed, the first one says nothing. The caller holds the mutex.
+func (l *Loads) queue(d *Decision, req *Request, candidates []Candidate, matched int, unobserved bool, lease *Lease) {
+	counted := req.counted()
+	if counted == 0 {
+		return
+	}
+	c, now := &candidates[d.Index], l.clock()
+	q, uncached := &c.Load.queue, float64(counted-matched)
 	rate := q.rateOr(l.usualRate())
-	w := &work{bytes: float64(uncached), whole: float64(whole), sent: now, deadline: deadlineOf(now, float64(uncached), rate), observed: observed}
+	d.Deadline = deadlineOf(now, uncached, rate)
+	w := &work{bytes: uncached, whole: float64(counted), sent: now, deadline: d.Deadline, observed: req.Stream && !unobserved}
 	q.byDeadline = c.ByDeadline
 	q.add(now, rate, w)
 	lease.holdWork(w)
-	return w.deadline
 }
 
 func deadlineOf(now time.Duration, uncached, rate float64) time.Duration {
