@@ -208,7 +208,7 @@ type Tuning struct {
 	OverloadRatio *float64 `json:"overload_ratio,omitempty"`
 
 	// For `least_prefill`: how much the part of a prompt that is not cached at a replica counts against the work that waits there, at least 1. A miss
-	// costs more than its own time, because it evicts what others would have found. Default: `3`.
+	// costs more than its own time, because it evicts what others would have found. Default: `2.5`.
 	W *float64 `json:"w,omitempty"`
 
 	// For `pipeline`: how much each score counts.

@@ -102,6 +102,42 @@ func TestLeastPrefillWeighsTheQueueAgainstTheMiss(t *testing.T) {
 	}
 }
 
+// Where requests wait everywhere, each one that is added delays many: only reuse makes the queues shorter. One replica with nothing to do, or one that
+// hangs, is another matter.
+func TestAnOverloadedFleetGoesByReuse(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		waiting []int // requests of 1000 bytes at each replica; the first one holds what is asked for
+		stays   bool
+	}{
+		{"nobody waits", []int{0, 0, 0}, true},
+		{"the holder is busy", []int{30, 0, 0}, false},
+		{"one has nothing to do", []int{30, 10, 0}, false},
+		{"all are busy", []int{30, 10, 10}, true},
+		{"more at the holder than reuse is worth", []int{900, 10, 10}, false},
+		{"the holder hangs", []int{300, 0, 1}, false},
+		{"another one hangs", []int{30, 3000, 0}, false},
+	} {
+		rates := make([]float64, len(tc.waiting))
+		for i := range rates {
+			rates[i] = 10_000
+		}
+		e := newEngines(t, rates...).learned()
+		held := prompt(1, 5000)
+		e.warm(0, held)
+		for i, n := range tc.waiting {
+			for j := range n {
+				lease := new(Lease)
+				e.strategy.Pick(prompt(10_000*(i+1)+j, 1000), e.all[i:i+1], lease)
+				lease.Taken()
+			}
+		}
+		if got, _, _ := e.pick(held); (got == 0) != tc.stays {
+			t.Errorf("%s: replica %d", tc.name, got)
+		}
+	}
+}
+
 func TestTheVirtualClock(t *testing.T) {
 	e := newEngines(t, 1000, 1000).learned()
 	q := &e.all[0].Load.queue

@@ -111,6 +111,12 @@ func (q *queue) advance(now time.Duration, rate float64) {
 	}
 }
 
+// waiting is the number of works whose first byte has not come.
+func (q *queue) waiting(now time.Duration, rate float64) int {
+	q.advance(now, rate)
+	return len(q.works)
+}
+
 // pending is the work that has still to be done: what has been done of the current one is reckoned, up to its end.
 func (q *queue) pending(now time.Duration, rate float64) (bytes float64) {
 	bytes, _ = q.before(now, rate, never)
