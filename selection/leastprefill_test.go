@@ -118,11 +118,7 @@ func TestAnOverloadedFleetGoesByReuse(t *testing.T) {
 		{"the holder hangs", []int{300, 0, 1}, false},
 		{"another one hangs", []int{30, 3000, 0}, false},
 	} {
-		rates := make([]float64, len(tc.waiting))
-		for i := range rates {
-			rates[i] = 10_000
-		}
-		e := newEngines(t, rates...).learned()
+		e := newEngines(t, slices.Repeat([]float64{10_000}, len(tc.waiting))...).learned()
 		held := prompt(1, 5000)
 		e.warm(0, held)
 		for i, n := range tc.waiting {
